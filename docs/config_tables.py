@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from stratbench.cell.options import describe_type, iter_limits
+from stratbench.cell.options import describe_type, iter_limit_texts
 from stratbench.extensions.servers.policies.policies import POLICIES, get_policy_class
 from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.study.config.schema import TYPE_NAMES, build_config_schema, resolve_schema_reference
@@ -133,7 +133,7 @@ def _option_rows(strategies: Iterable[str]) -> Iterator[tuple[str, ...]]:
         options_class = get_strategy_class(strategy).Options
         types = get_type_hints(options_class)
         for spec in fields(options_class):
-            value = _type(types[spec.name], list(iter_limits(spec)))
+            value = _type(types[spec.name], list(iter_limit_texts(spec)))
             row = (f"`{spec.name}`", value, json.dumps(spec.default), spec.metadata["help"])
             owners.setdefault(row, []).append(strategy)
     for (name, value, default, meaning), names in owners.items():

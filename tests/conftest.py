@@ -159,7 +159,7 @@ def warm(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(WORKFLOW))
             patch.setenv(forkserver.FOLDER_VARIABLE, folder)
-            assert forkserver._find_shared_address() is not None
+            assert forkserver._find_shared_server_address() is not None
             found = dict(os.environ)
         yield found
 

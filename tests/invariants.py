@@ -19,8 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.records.derived import get_by_path
-from stratbench.analysis.records.facts import Facts, sum_longest_pauses_s
+from stratbench.analysis.records.derived import get_field_by_path
+from stratbench.analysis.records.facts import Facts, compute_longest_pause_of_node_s
 from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.telemetry.flops import TRAINING_FLOPS
 from stratbench.telemetry.machine.hardware import find_datasheet
@@ -74,7 +74,7 @@ class Told(Facts):
         self.whole = self.whole and len(self.workers) == self.gpus
         #: Whether workers of servers trained on while the epoch was evaluated that ended the cell.
         self.ended_early = self("elastic.servers.last_epoch") is not None
-        self.trainable_bytes = self.compute_bytes(self("model.trainable_parameters"))
+        self.trainable_bytes = self.compute_parameter_bytes(self("model.trainable_parameters"))
 
     def wrong(self, sentence: str) -> None:
         self.broken.append(sentence)
@@ -165,7 +165,7 @@ def end(told: Told) -> None:
         return
     evaluated = not told("settings.steps")
     # The tests' software GPU computes nothing: none of its answers counts.
-    drivers = (get_by_path(w["provenance"], "driver.driver_version") for w in told.workers)
+    drivers = (get_field_by_path(w["provenance"], "driver.driver_version") for w in told.workers)
     if not any("software GPU" in str(driver) for driver in drivers):
         told.given("score.final", told("score.final"), is_ok and evaluated, reason)
     # The losses of a worker that was lost are not known.
@@ -194,7 +194,7 @@ def span(told: Told) -> None:
     if begun and ended:
         between = datetime.fromisoformat(ended) - datetime.fromisoformat(begun)
         # The record's clock stands still while the machine sleeps.
-        asleep_s = sum_longest_pauses_s(told, lambda pause: pause["asleep_s"])
+        asleep_s = compute_longest_pause_of_node_s(told, lambda pause: pause["asleep_s"])
         ran_s = between.total_seconds() - (told("restarts.between_s") or 0.0) - asleep_s
         told.same("time.total_s and from start to finish", total_s, ran_s, 0.01, DATES_S)
     if told.status == "timeout":
@@ -289,7 +289,7 @@ def settings(told: Told) -> None:
     told.alike("strategy.details.weights_dtype and that of the precision", kept, wanted)
     threads = told("provenance.threads_per_worker")
     for worker in told.workers:
-        own = get_by_path(worker["provenance"], "host.threads")
+        own = get_field_by_path(worker["provenance"], "host.threads")
         told.alike(f"threads of rank {worker['rank']} and the cell's", own, threads)
 
 
@@ -324,7 +324,7 @@ def samples(told: Told) -> None:
     """Samples and updates are those of the steps."""
     if not told.finished:
         return
-    batch, steps = told("batch.global_batch"), told.steps_run
+    batch, steps = told("batch.global_batch"), told.num_steps_trained
     if told.served and not told.elastic and told.status == "diverged" and told("settings.epochs"):
         # Its workers wait for no epoch, and have trained all when a loss is looked at.
         steps = told("settings.epochs") * (told("batch.steps_per_epoch") or 0)
@@ -337,14 +337,16 @@ def samples(told: Told) -> None:
         told.same("batch.samples_seen and the workers'", seen, sum(speaking))
     each = told("strategy.traits.updates_per_step")
     if told.collective:
-        told.same("batch.updates_applied and steps", made, told.steps_run - told.skipped_steps)
+        told.same(
+            "batch.updates_applied and steps", made, told.num_steps_trained - told.num_skipped_steps
+        )
         if made is not None:
             told.same("batch.samples_applied and updates", applied, made * batch)
     if told.status == "ok" and not told.ended_early and each is not None:
         # A step that overflowed makes no update; the last update may be of fewer pushes.
-        most = told.steps_run * each + 1
+        most = told.num_steps_trained * each + 1
         told.most("batch.updates_applied, at most those of all steps", made, most)
-        if not told.skipped_steps and not told.lost:
+        if not told.num_skipped_steps and not told.lost:
             told.most("updates of all steps, at most updates_applied", most - 2, made)
     for worker in told.workers:
         if (waited_s := worker.get("core_wait_s")) is not None and worker["train_time_s"]:
@@ -357,7 +359,7 @@ def samples(told: Told) -> None:
             own = taken * told("batch.samples_per_step")
             told.same(f"{of}: samples and its steps'", worker["samples"], own)
         if told.collective:
-            told.same(f"{of}: steps and the cell's", taken, told.steps_run)
+            told.same(f"{of}: steps and the cell's", taken, told.num_steps_trained)
 
 
 def places(told: Told) -> None:
@@ -418,7 +420,7 @@ def operations(told: Told) -> None:
     if peak and made is not None:
         told.same("compute.mfu and made / peak", told("compute.mfu"), made / peak)
         told.most("compute.mfu, at most all", told("compute.mfu"), 1.0)
-    names = [get_by_path(worker["provenance"], "gpu.name") for worker in told.workers]
+    names = [get_field_by_path(worker["provenance"], "gpu.name") for worker in told.workers]
     if told.whole and None not in names and told("settings.precision") != "fp64":
         sheets = [
             sheet and sheet.get_peak_tflops(told("settings.precision"))
@@ -428,7 +430,9 @@ def operations(told: Told) -> None:
             known = 1e12 * sum(sheets)
             told.same("compute.peak_flops_per_s and the datasheets'", peak, known)
     if told("provenance.device") == "cpu":
-        cores = [get_by_path(w["provenance"], "host.cores_logical") or 0 for w in told.workers]
+        cores = [
+            get_field_by_path(w["provenance"], "host.cores_logical") or 0 for w in told.workers
+        ]
         able = max(cores, default=0) * (told("provenance.nodes") or 1) * CORE_FLOPS
         told.most("achieved_flops_per_s, at most all cores'", made, able or None)
 
@@ -466,7 +470,7 @@ def steps(told: Told) -> None:
             ("issue_ms", (w.get("issue_ms") or 0.0) / 1e3 * len(told("time.epoch_times_s"))),
         ):
             told.most(f"{of}: {what}, at most its time", took_s, its_s, ROUNDED, CLOCKS_S)
-        if get_by_path(w["provenance"], "device") == "cpu":
+        if get_field_by_path(w["provenance"], "device") == "cpu":
             reason = "although on a CPU host and device are one"
             told.given(f"{of}: issue_ms", w.get("issue_ms"), False, reason)
 
@@ -517,10 +521,10 @@ def restarts(told: Told) -> None:
         slack_s = DATES_S * (1 + count)  # each attempt is known to a few seconds
         told.most("training, at most total_s", spent_s, total_s, absolute=slack_s)
         # There is one after so many steps, but for the last.
-        kept = (told.steps_run - 1) // every
+        kept = (told.num_steps_trained - 1) // every
         told.same("checkpoints and steps", stated["checkpoints"]["count"], kept)
-        if any(step >= told.steps_run for step in starts):
-            told.wrong(f"attempts began after {starts} steps, of {told.steps_run}")
+        if any(step >= told.num_steps_trained for step in starts):
+            told.wrong(f"attempts began after {starts} steps, of {told.num_steps_trained}")
 
 
 def scores(told: Told) -> None:
@@ -552,7 +556,7 @@ def scores(told: Told) -> None:
 def memory(told: Told) -> None:
     """Peaks are those of the workers, and hold the model's states."""
     peak, method = told("memory.peak_bytes"), told("memory.method")
-    peaks = [get_by_path(worker, "memory.peak_bytes") for worker in told.workers]
+    peaks = [get_field_by_path(worker, "memory.peak_bytes") for worker in told.workers]
     if peaks and None not in peaks:
         told.same("memory.peak_bytes and the most of workers", peak, max(peaks))
         worst = told.workers[peaks.index(max(peaks))]["memory"]
@@ -564,7 +568,7 @@ def memory(told: Told) -> None:
             of = [
                 p
                 for w, p in zip(told.workers, peaks, strict=True)
-                if told.mesh.place(w["rank"]).stage == stage
+                if told.mesh.get_coordinate(w["rank"]).stage == stage
             ]
             told.same(f"stage {stage} and its workers'", entry["peak_bytes"], max(of))
     elif told.whole and peak is not None:
@@ -575,7 +579,7 @@ def memory(told: Told) -> None:
     for worker in told.workers:
         of, own, place = f"rank {worker['rank']}", worker["memory"] or {}, worker["provenance"]
         told.alike(f"{of}: method and memory.method", own.get("method"), method)
-        gpu, host = (get_by_path(place, f"{it}.memory_bytes") for it in ("gpu", "host"))
+        gpu, host = (get_field_by_path(place, f"{it}.memory_bytes") for it in ("gpu", "host"))
         device = gpu if on_cuda else host
         held = [own.get(f"{name}_bytes") for name in ORDER_OF_BYTES]
         told.rising(f"{of}: {', '.join(ORDER_OF_BYTES)}", held)
@@ -656,7 +660,9 @@ def energy(told: Told) -> None:
     if told("provenance.device") == "cpu":
         told.wrong(f"energy.train_joules is {joules:.6g}, although the workers had no GPUs")
     elif time_s:
-        limits = [get_by_path(w["provenance"], "gpu.power_limit_w") or 2000 for w in told.workers]
+        limits = [
+            get_field_by_path(w["provenance"], "gpu.power_limit_w") or 2000 for w in told.workers
+        ]
         most = sum(limits) * time_s
         told.most("energy.train_joules, at most the limits'", joules, most, CLOCKS)
         least = 5.0 * sum(w["train_time_s"] or 0.0 for w in told.workers)
@@ -740,7 +746,7 @@ def rings_of(told: Told, sent: float, total_ms: float | None) -> None:
         more = (3 * parts - 2) * gathered
     elif told("strategy.traits.weight_parts") is None:
         more = 2 * (parts - 1) * gathered
-    last = 2 * trained / max(1, told.steps_run)
+    last = 2 * trained / max(1, told.num_steps_trained)
     most = PADDED * (whole + more + last) + 4 * buffers + 4096
     told.most(f"sent_bytes_per_step, at most {copies} copies, padded", sent, most)
 
@@ -749,7 +755,7 @@ def links_of(told: Told, sent: float, received: float, taken: int) -> None:
     """A worker of servers sends and receives what is trained, and the servers count the same bytes."""
     size, buffers = told.trainable_bytes, told("memory.model_states.buffers_bytes") or 0
     pushed = (0.5 if told("strategy.options.wire") == "bfloat16" else 1.0) * (
-        1 - told.skipped_steps / taken
+        1 - told.num_skipped_steps / taken
     )
     for way, each, least in (("sent", sent, pushed), ("received", received, 0.9)):
         told.most(f"bytes {way}, at most a model's", each, 1.1 * (size + buffers) + 65536)
@@ -791,7 +797,7 @@ def counted_by_servers(told: Told, nodes: int) -> tuple[int, int]:
         )
         for link in server["workers"]:
             there, pushed, pulled = (
-                told.compute_node(link["worker"]),
+                told.compute_node_of_rank(link["worker"]),
                 link["bytes_in"],
                 link["bytes_out"],
             )
@@ -868,7 +874,7 @@ def tickets(told: Told) -> None:
         if not told.elastic:  # one that goes may have taken a step that settled none
             told.same(f"{of}: tickets and its steps", link["tickets"], worker["steps"])
     if told.elastic and told.status == "ok" and not told.ended_early:
-        work = told.steps_run * told("batch.global_batch")
+        work = told.num_steps_trained * told("batch.global_batch")
         told.same("tickets and steps x batch", settled * each, work)
 
 
@@ -888,7 +894,7 @@ def pushes(told: Told, server: Record, of: str) -> None:
     summed = [sum(c[i] if i < len(c) else 0 for c in counts) for i in range(width)]
     if total is not None and trimmed(summed) != trimmed(total):
         told.wrong(f"{of}: staleness_all_shards is {total}, but its shards make {summed}")
-    waiting = told.gpus == 1 or told.averages_all_workers
+    waiting = told.gpus == 1 or told.averages_gradients_of_all_workers
     if waiting and len(trimmed(summed)) > 1:
         told.wrong(f"{of}: staleness is {summed}, although nothing can be stale")
     skips = sum(link.get("skips") or 0 for link in server["workers"])
@@ -918,7 +924,7 @@ def pushes(told: Told, server: Record, of: str) -> None:
             and not skips
             and not told.ended_early
         ):
-            due = told.steps_run * each
+            due = told.num_steps_trained * each
             told.same(f"{shard}: updates and steps", made, due, 1e-06, 1.0)
         # Where nobody waits, N - 1 batches are in progress, and half of that where all wait for all.
         if made == pushed and not waiting and not late and whole and not told.elastic:
@@ -937,8 +943,8 @@ def time_of_server(told: Told, server: Record, of: str, i: int) -> None:
     train_s, epochs = server.get("train_time_s"), server.get("epochs") or []
     ends = [epoch["end_s"] for epoch in epochs]
     told.rising(f"{of}: end_s", ends)
-    if told.status == "ok" and [e["epoch"] for e in epochs] != list(range(told.passes_run)):
-        told.wrong(f"{of}: epochs are {[e['epoch'] for e in epochs]}, of {told.passes_run}")
+    if told.status == "ok" and [e["epoch"] for e in epochs] != list(range(told.num_data_passes)):
+        told.wrong(f"{of}: epochs are {[e['epoch'] for e in epochs]}, of {told.num_data_passes}")
     if i == 0 and told.finished and len(ends) == len(told("time.epoch_times_s")):
         for end_s, entry in zip(ends, told("score.per_epoch"), strict=False):
             told.same(f"{of}: end_s and the epoch's", end_s, entry["train_time_s"])
@@ -1081,7 +1087,7 @@ def generations_of(told: Told, jobs: list[Record], generations: list[Record]) ->
     if None not in (block["idle_s"], block["allocated_s"]):
         idle_s = block["allocated_s"] - inside_s
         told.same("elastic.idle_s and what no generation used", block["idle_s"], idle_s, 1e-06, 1.0)
-    work = told.steps_run + block["steps_repeated"]
+    work = told.num_steps_trained + block["steps_repeated"]
     told.same("steps of generations and steps run and repeated", taken, work)
     for worker in told.workers:
         most = steps_of.get(worker["rank"])

@@ -132,7 +132,7 @@ def train_one_epoch(launched: LaunchedCell) -> None:
 
 def trains_one_epoch(launched: LaunchedCell) -> bool:
     """Wait until the first epoch is through, or the launcher has ended; whether it still trains."""
-    progress = launched.folder.epochs_path
+    progress = launched.folder.epoch_results_path
     until(
         lambda: (
             launched.process.poll() is not None

@@ -29,7 +29,7 @@ PHASES, EPOCH, MIN_S, FIRST_STEP = 0.02, 0.01, 0.02, 3.0
 
 def run(stage: Stage) -> None:
     folder, dataset = digits(stage)
-    if not record.can_validate():
+    if not record.can_validate_records():
         stage.skip("records are valid", "fastjsonschema is not installed")
     cells = ON_GPU if stage.on_cuda else SMALL if stage.small else ON_CPU
     # On CPUs the cells share one import of PyTorch, as those of a workflow do.

@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gpu-check: {evidence['reason']} ({args.out})")
         return 1
     evidence["git"] = read_git_state(REPOSITORY)
-    if software_gpu.is_installed():
+    if software_gpu.is_software_gpu_installed():
         evidence["unproven"].insert(
             0, "all figures and times: this is the software GPU of the tests"
         )

@@ -67,7 +67,7 @@ def killed_and_late(stage: Stage, data_dir: Path) -> None:
     """Two launchers: the worker of one is killed; the other, which wants the same GPU, runs too long."""
     killed, folder = start(stage, "killed", data_dir, 0)
     run_folder = RunFolder.from_log_dir(folder / "logs")
-    while not run_folder.epochs_path.exists():
+    while not run_folder.epoch_results_path.exists():
         if killed.poll() is not None or stage.left_s < 5:
             raise RuntimeError(
                 f"it does not train: {killed.stdout and killed.stdout.read()[-500:]}"

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 import invariants
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 
 
 class ChildFailed(RuntimeError):
@@ -97,7 +97,7 @@ class Stage:
         return path
 
     def _save(self) -> None:
-        write_atomic(self.out, json.dumps(self.found, default=str))
+        write_text_atomically(self.out, json.dumps(self.found, default=str))
 
 
 class Child:

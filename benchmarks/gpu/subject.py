@@ -20,7 +20,7 @@ from stage import Child, ChildFailed, Stage, end_tree
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.extensions.servers.node import list_servers_of_node
+from stratbench.extensions.servers.node import list_server_configs_of_node
 from stratbench.extensions.servers.process import serve_parameters
 from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
@@ -32,7 +32,7 @@ from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.prepare import prepare_data_set
-from stratbench.workload.data.prepared import read_meta
+from stratbench.workload.data.prepared import read_unverified_metadata
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
 
@@ -80,12 +80,12 @@ def prepared(stage: Stage, train_samples: int) -> Path:
 def job_of(s: Settings, data_dir: Path, path: Path) -> Job:
     """The job of a cell with `s`, as the launcher would make it; its secret is in the run folder, `path`."""
     folder = RunFolder(path)
-    write_secret(folder.secret_path, make_secret())
+    write_secret(folder.job_secret_path, make_secret())
     return Job(
         cell=Cell("gpu-check", "check", s.strategy, s.model, s.dataset, s.gpus, 0),
         settings=s,
         data_dir=data_dir,
-        data=read_meta(data_dir),
+        data=read_unverified_metadata(data_dir),
         folder=folder,
         workers_per_node=s.gpus,
         use_cuda=s.device == "cuda",
@@ -124,11 +124,13 @@ def set_up(
     shape = models.compute_input_shape(s.model, job.data_shape)
     dtype = get_weights_dtype(s.precision)
     memory_format = get_batch_memory_format(s.precision, device.type)
-    data = data or DeviceData.load(job.data_dir, device, shape, dtype, memory_format)
-    model = models.build_for_training(
+    data = data or DeviceData.load_prepared_data_set(
+        job.data_dir, device, shape, dtype, memory_format
+    )
+    model = models.build_model_for_training(
         s.model, data.meta["classes"], shape, s.seed, device, dtype, build
     )
-    groups = models.list_wrap_groups(s.model, model)
+    groups = models.list_shard_groups(s.model, model)
     cls = get_strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
     worker = Worker(s, 0, job.world_size, job.count_workers_on_node(0), device, job.folder, groups)
@@ -161,8 +163,8 @@ def differ(before: list[torch.Tensor], one: list[torch.Tensor], other: list[torc
 def served_by_threads(job: Job) -> Iterator[None]:
     """The job's parameter servers, on threads of this process."""
     threads = [
-        threading.Thread(target=run_server, args=(config, load_secret(job.folder.secret_path)))
-        for config in list_servers_of_node(job, 0)
+        threading.Thread(target=run_server, args=(config, load_secret(job.folder.job_secret_path)))
+        for config in list_server_configs_of_node(job, 0)
     ]
     for thread in threads:
         thread.daemon = True
@@ -178,7 +180,7 @@ def served(job: Job) -> Iterator[None]:
 
     ChildFailed at the end where one did not end well.
     """
-    configs = list_servers_of_node(job, 0)
+    configs = list_server_configs_of_node(job, 0)
     servers = [
         Child(serve_parameters, json.dumps(asdict(config)), str(job.folder.path))
         for config in configs
@@ -204,7 +206,7 @@ def launch_command(
 ) -> list[str]:
     """The launcher's command line for a cell; record, timeline and logs go into `folder`."""
     cell = Cell("gpu-check", "check", s.strategy, s.model, s.dataset, s.gpus, 0)
-    s = replace(s, data_spec=read_meta(data_dir)["spec"])
+    s = replace(s, data_spec=read_unverified_metadata(data_dir)["spec"])
     return [
         sys.executable, "-m", "stratbench.train.launch",
         "--cell", json.dumps(asdict(cell)), "--settings", s.as_json(),

@@ -35,11 +35,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS / "gpu"), str(REPOSITORY / "workflow")]
 
-from stratbench.cell.files import read_json, write_atomic  # noqa: E402
+from stratbench.cell.files import read_json, write_text_atomically  # noqa: E402
 from stratbench.cell.text.words import MIB  # noqa: E402
 from stratbench.extensions.plan.against_records import get_measured_peak_bytes  # noqa: E402
 from stratbench.extensions.plan.check import rehearse_requests  # noqa: E402
-from stratbench.extensions.plan.device_rates import find_gpu  # noqa: E402
+from stratbench.extensions.plan.device_rates import find_gpu_datasheet  # noqa: E402
 from stratbench.extensions.plan.footprint.request import Request, compute_data_bytes  # noqa: E402
 from stratbench.strategies import get_strategy_class  # noqa: E402
 from stratbench.workload.data.datasets import describe_data_set  # noqa: E402
@@ -161,7 +161,7 @@ def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     _, made = rehearse_requests([request], folder / "plan-cache")
     if (footprint := made[request].footprint) is None:
         raise RuntimeError(f"{case.name}: {made[request].fault}")
-    gpu = find_gpu(found["gpu"])
+    gpu = find_gpu_datasheet(found["gpu"])
     peak = footprint.compute_training_peak(s.per_worker_batch, gpu.resident_threads)
     plan_bytes = peak.n_bytes + compute_data_bytes(data, request.input_shape, s.augment)
     used = found["memory"]
@@ -242,7 +242,7 @@ def main() -> None:
     if args.case:
         case = Case(**args.case)
         text = json.dumps(measure(case, args.folder))
-        write_atomic(args.folder / "measured" / f"{case.name}.json", text)
+        write_text_atomically(args.folder / "measured" / f"{case.name}.json", text)
         sys.stdout.flush()
         os._exit(0)  # as a worker ends: an orderly shutdown of NCCL would wait for the others
     rows, cases = [], list(cases_of(args))

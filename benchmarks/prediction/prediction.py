@@ -31,7 +31,7 @@ sys.path.insert(0, str(WORKFLOW))
 
 from stratbench.extensions.plan.against_records import make_prediction_rows  # noqa: E402
 from stratbench.extensions.plan.check import check_study  # noqa: E402
-from stratbench.extensions.plan.pages.table import write_rows  # noqa: E402
+from stratbench.extensions.plan.pages.table import write_csv_rows  # noqa: E402
 from stratbench.extensions.plan.schedule import make_plan, read_records_by_cell  # noqa: E402
 from stratbench.study.config import config as configuration  # noqa: E402
 from stratbench.workload.data.prepare import prepare_data_set  # noqa: E402
@@ -218,7 +218,7 @@ def main() -> None:
             compared = make_prediction_rows(plan, records)
             rows += [{"allocator": allocator} | row for row in compared]
         args.out.mkdir(parents=True, exist_ok=True)
-        write_rows(rows, args.out / "prediction.csv")
+        write_csv_rows(rows, args.out / "prediction.csv")
         (args.out / "prediction.md").write_text(markdown(rows, steps), encoding="utf-8")
         print(markdown(rows, steps))
 

@@ -252,7 +252,9 @@ def cells_of(rows: pd.DataFrame, fit: int) -> pd.DataFrame:
                     "fitted": " ".join(str(p.workers) for p in fitted),
                     "gpus": target.workers,
                     "factor": target.workers // fitted[-1].workers,
-                    "better_naive": None if p.skill.matches_naive else p.skill.best_naive_rule,
+                    "better_naive": None
+                    if p.skill.matches_best_naive_rule
+                    else p.skill.best_naive_rule,
                     "refused": bool(p.refusal_reason),
                     "nodes_unknown": any(p.nodes is None for p in (*fitted, target)),
                 }

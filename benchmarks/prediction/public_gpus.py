@@ -26,7 +26,7 @@ from public_sweep_runs import equal_blocks  # noqa: E402
 
 from stratbench.cell.text.words import GIB  # noqa: E402
 from stratbench.extensions.plan import public_runs  # noqa: E402
-from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, Planned  # noqa: E402
+from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT, PlannedCell  # noqa: E402
 
 #: What the source of a measured peak read, and how it is called in the table.
 KINDS = {
@@ -45,7 +45,7 @@ class Measured:
     name: str
     configuration: Mapping[str, Any]
     rows: list[Mapping[str, str]]
-    planned: Planned
+    planned: PlannedCell
     #: The verdict on the next larger batch, which ran out of memory; None where none is known.
     verdict_on_failed: str | None
     #: Planned bytes that PyTorch has allocated, and that its allocator holds, on the worker that the source
@@ -107,7 +107,7 @@ class Measured:
         ]
         model = own[0] if own else self.rows[0]["model"].replace(" ", "-")
         others = (run for run in public_runs.read_public_runs() if run["model"] != model)
-        low, high, *_ = public_runs.make_band(others)
+        low, high, *_ = public_runs.compute_time_ratios(others)
         usual_s = self.planned.fit.usual_s
         return usual_s * low, usual_s * high
 

@@ -13,19 +13,19 @@ import torch
 import yaml
 
 from stratbench.extensions.plan.check import (
-    Checked,
+    StudyCheck,
     CheckResult,
     Network,
     Rehearsal,
-    try_to_make_footprint,
+    make_footprint_or_error,
 )
-from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
-from stratbench.extensions.plan.footprint.few_parts import FEW, MORE, extrapolate_steps
+from stratbench.extensions.plan.footprint.drawn_out import TraceMismatchError
+from stratbench.extensions.plan.footprint.few_parts import FEW, MORE, extrapolate_accumulated_parts
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.processes import prepare_process
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.needs import Subject, make_subject
-from stratbench.extensions.plan.schedule import Planned, make_plan
+from stratbench.extensions.plan.needs import CellToPlan, make_cell_to_plan
+from stratbench.extensions.plan.schedule import PlannedCell, make_plan
 from stratbench.study.config.config import Study, load_config
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ class Planner:
         self.models, self.blocks_of = dict(models), blocks_of
         self.footprints: dict[Request, Footprint | str] = {}
 
-    def plan(self, c: Mapping[str, Any]) -> Planned:
+    def plan(self, c: Mapping[str, Any]) -> PlannedCell:
         """Return the plan of a configuration: model, data, variant, experiment and cluster."""
         config, study, subject = self.subject(c)
         request, made = subject.request, self.footprint(subject.request)
@@ -66,15 +66,15 @@ class Planner:
             {request: Rehearsal(**followed)},
             {Network.from_request(request): CheckResult()},
         )
-        checked = Checked(study, [subject], networks, rehearsals, {}, {})
+        checked = StudyCheck(study, [subject], networks, rehearsals, {}, {})
         (planned,) = make_plan(config, checked, {}).cells
         return planned
 
-    def subject(self, c: Mapping[str, Any]) -> tuple[dict[str, Any], Study, Subject]:
+    def subject(self, c: Mapping[str, Any]) -> tuple[dict[str, Any], Study, CellToPlan]:
         """Return the config of a configuration's study, the study, and its one cell before the plan."""
         config, study = load_config(self._config(c))
         (cell,) = study.cells
-        return config, study, make_subject(config, study, cell)
+        return config, study, make_cell_to_plan(config, study, cell)
 
     def footprint(self, request: Request) -> Footprint | str:
         """Return the footprint of a request, or why there is none; made once."""
@@ -86,14 +86,14 @@ class Planner:
 
     def _footprint(self, request: Request) -> Footprint | str:
         if request.gradient_accumulation_steps > FEW + MORE:
-            with suppress(UnlikeError):  # steps in many parts share those in few
-                return extrapolate_steps(request, self._few_parts)
-        return try_to_make_footprint(request, None, self.blocks_of(request))
+            with suppress(TraceMismatchError):  # steps in many parts share those in few
+                return extrapolate_accumulated_parts(request, self._few_parts)
+        return make_footprint_or_error(request, None, self.blocks_of(request))
 
     def _few_parts(self, request: Request) -> Footprint:
         made = self.footprint(request)
         if isinstance(made, str):
-            raise UnlikeError(made)
+            raise TraceMismatchError(made)
         return made
 
     def _config(self, c: Mapping[str, Any]) -> dict[str, Any]:

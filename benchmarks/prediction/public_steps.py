@@ -61,7 +61,9 @@ def left_out_rows(runs: list[dict[str, str]]) -> Iterator[str]:
     found: dict[str, list[tuple[float, float, float]]] = {}
     for run in runs:
         ratio = float(run["step_s"]) / float(run["planned_s"])
-        low, high, *_ = public_runs.make_band(r for r in runs if r["model"] != run["model"])
+        low, high, *_ = public_runs.compute_time_ratios(
+            r for r in runs if r["model"] != run["model"]
+        )
         blocks = "every block" if run["activation_checkpointing"] == "true" else "no"
         generation = run["gpu"].split()[0]
         family = "Llama and Qwen3" if run["configuration"] else "MPT"
@@ -120,7 +122,7 @@ def main() -> None:
         writer = csv.DictWriter(file, runs[0].keys(), lineterminator="\n")
         writer.writeheader()
         writer.writerows(runs)
-    public_runs.get_public_band.cache_clear()
+    public_runs.get_public_time_ratios.cache_clear()
     print(page(runs), end="")
 
 

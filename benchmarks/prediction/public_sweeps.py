@@ -28,16 +28,16 @@ from public_plans import Planner  # noqa: E402
 from public_sweep_runs import MODELS, Run, equal_blocks, read_runs  # noqa: E402
 
 from stratbench.cell.text.words import GIB  # noqa: E402
-from stratbench.extensions.plan.device_rates import find_gpu  # noqa: E402
+from stratbench.extensions.plan.device_rates import find_gpu_datasheet  # noqa: E402
 from stratbench.extensions.plan.footprint.few_parts import FEW, MORE  # noqa: E402
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS, TIGHT  # noqa: E402
 from stratbench.extensions.tune.differences import (  # noqa: E402
     KINDS,
     PUBLIC_SWEEPS,
     Margins,
-    find_beaten_configurations,
-    fit_margins,
-    group_by_sweep,
+    find_configurations_to_drop,
+    fit_margins_to_sweeps,
+    group_rows_by_sweep,
     read_public_sweeps,
 )
 from stratbench.extensions.tune.sieves import MEMORY_FACTOR  # noqa: E402
@@ -70,7 +70,7 @@ def plan_run(planner: Planner, run: Run) -> dict[str, str]:
         raise SystemExit(f"{run.row['sweep']}: is not predicted: {planned[0].reason}")
     fit, times = planned[0].fit, [p.fit.usual_s for p in planned]
     planned_s = times[0] + (times[-1] - times[0]) * run.share
-    memory_bytes = find_gpu(run.configuration["cluster"]["gpu"]).memory_gib * GIB
+    memory_bytes = find_gpu_datasheet(run.configuration["cluster"]["gpu"]).memory_gib * GIB
     return row_of(run) | {
         "planned": f"{planned_s / run.configuration['experiment']['global_batch']:.5g}",
         "need": f"{fit.needed_bytes / memory_bytes:.3f}" if run.whole else "",
@@ -165,7 +165,7 @@ class Sweep:
         """Return the configurations that the sieve of time leaves."""
         names = {str(i): i for i in self.indices}
         times = {name: self.planned[i] for name, i in names.items()}
-        lost = find_beaten_configurations(
+        lost = find_configurations_to_drop(
             times, {name: self.amounts[i] for name, i in names.items()}, margins
         )
         return [i for name, i in names.items() if name not in lost]
@@ -211,7 +211,7 @@ def groups(sweeps: Sequence[Sweep]) -> Iterator[tuple[str, list[Sweep]]]:
 
 def kind_rows(sweeps: Sequence[Sweep], margins: Mapping[str, Margins]) -> Iterator[str]:
     """Yield the table by kind: pairs of a sweep that differ in one kind alone, judged by other sources."""
-    whole = fit_margins(row for s in sweeps for row in s.rows)
+    whole = fit_margins_to_sweeps(row for s in sweeps for row in s.rows)
     for kind in KINDS:
         for more in (True, False):
             pairs = [p for s in sweeps for p in pairs_of(s, kind, more)]
@@ -370,9 +370,9 @@ The limits are 81 % of the GPU's memory (`fits`) and 103 % (`tight`); `tune` dro
 
 def page(rows: Sequence[Row]) -> str:
     """Return the page of these rows."""
-    sweeps = [s for s in map(Sweep, group_by_sweep(rows).values()) if len(s.rows) > 1]
+    sweeps = [s for s in map(Sweep, group_rows_by_sweep(rows).values()) if len(s.rows) > 1]
     margins = {
-        source: fit_margins(row for s in sweeps if s.source != source for row in s.rows)
+        source: fit_margins_to_sweeps(row for s in sweeps if s.source != source for row in s.rows)
         for source in {s.source for s in sweeps}
     }
     lost = [s for s in sweeps if s.regret(s.not_too_large) > 1]

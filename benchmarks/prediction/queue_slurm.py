@@ -112,19 +112,19 @@ def simulate(
     )
     rules = Rules(
         num_reservations=ALL if defaults else 1,
-        backfill_s=30.0 if defaults else 1.0,
-        backfill_depth=500,
-        start_delay_s=START_S,
-        end_delay_s=END_S,
+        backfill_interval_s=30.0 if defaults else 1.0,
+        max_jobs_per_backfill=500,
+        job_start_delay_s=START_S,
+        job_end_delay_s=END_S,
     )
     sim = Cluster(2, 8, arrivals, rules)
     probes: list[Training] = []
     common = (WIDTH * PROBE_S, 120.0, WIDTH, Scaling(0.0), SimulatedCheckpoints(1800.0, 0.0), 0.0)
     for at_s in moments:
-        sim.run_until(at_s)
+        sim.simulate_until(at_s)
         probes.append(ElasticTraining(*common) if split else Gang(*common))
         probes[-1].submit_training(sim)
-    sim.run_until()
+    sim.simulate_until()
     return measures([w for _, w in sim.waits], [p.time_to_result_s for p in probes])
 
 

@@ -308,7 +308,9 @@ def work(
     dist.init_process_group("gloo")
     with Path(folder, f"blocks{rank}.jsonl").open("w", encoding="utf-8") as out:
         for trained, workload in WORKLOADS.items():
-            data = DeviceData.load(Path(folder, trained), torch.device("cpu"), workload.input_shape)
+            data = DeviceData.load_prepared_data_set(
+                Path(folder, trained), torch.device("cpu"), workload.input_shape
+            )
             at = Setting(workload, data, rank, world)
             blocks = {name: CONTENDERS[name](at) for name in names}
             for name in list(logging.root.manager.loggerDict):

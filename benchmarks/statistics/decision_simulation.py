@@ -97,10 +97,10 @@ def judged(
     first = (chosen + k * np.arange(models))[..., None] + np.zeros(true.shape, dtype=int)
     variance, dof = (
         part.reshape(true.shape)
-        for part in moderated.moderate_variances_by_groups(
+        for part in moderated.shrink_variances_by_groups(
             moderated.Differences(*(part.reshape(flat) for part in found)),
             moderated.GroupScatter(
-                *(part.reshape(flat) for part in moderated.compute_group_variances(logs))
+                *(part.reshape(flat) for part in moderated.compute_variances_between_repeats(logs))
             ),
             (served & np.ones(true.shape, dtype=bool)).reshape(flat),
             first.reshape(flat),
@@ -113,7 +113,8 @@ def judged(
     others = np.arange(k) != chosen[..., None]
     winner = (stood.slower | ~others).all(-1)
     return {
-        "false": (stood.slower & (gaps <= 1e-12)).any(-1) | (-gaps.min(-1) > stood.max_lead + 1e-9),
+        "false": (stood.slower & (gaps <= 1e-12)).any(-1)
+        | (-gaps.min(-1) > stood.max_log_lead + 1e-9),
         "winner": winner,
         "found": winner & (gaps.min(-1) >= -1e-12),
         "held": (~others | ((stood.low <= gaps) & (gaps <= stood.high))).all(-1),
@@ -137,7 +138,7 @@ def scores_judged(
     """
     means = scores.mean(-1)
     best = means.argmax(-1)
-    widths = tolerance.compute_loss_half_widths(scores, best)
+    widths = tolerance.compute_score_loss_half_widths(scores, best)
     lost = np.take_along_axis(means, best[:, None], -1) - means
     truly = np.take_along_axis(true, best[:, None], -1) - true
     excluded = lost - widths > allowed

@@ -56,8 +56,8 @@ def share_of_alarms(
     return float(
         np.mean(
             [
-                regression.has_failures(
-                    regression.watch_regressions(
+                regression.has_failing_outcome(
+                    regression.find_regressions(
                         [two_sets(chance, repeats, share, where, spread)], allowed
                     )
                 )

@@ -35,7 +35,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
-from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.extensions.servers.policies.policies import (
+    POLICIES,
+    make_policy,
+    parse_policy_options,
+)
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.ps.tickets import Ticket, TicketPlan
 from virtual_clock import Timing, Trace, simulate
@@ -112,7 +116,7 @@ def parsed(options: str) -> dict[str, str | bool]:
 def variants(name: str) -> Iterator[str]:
     """The texts of a policy's options that are compared."""
     for option, values in (("lr_scale", ("full", "1/N")), ("look_ahead", ("false", "true"))):
-        if hasattr(parse_options(name), option):
+        if hasattr(parse_policy_options(name), option):
             yield from (f"{option}={value}" for value in values)
             return
     yield ""
@@ -120,7 +124,7 @@ def variants(name: str) -> Iterator[str]:
 
 def keys() -> list[Key]:
     """All that is trained: by SGD, so without those that refuse it."""
-    names = [name for name in POLICIES if not parse_options(name).refusal("sgd")]
+    names = [name for name in POLICIES if not parse_policy_options(name).refusal("sgd")]
     few = [(name, options, WORKERS) for name in names for options in variants(name)]
     more = [(*variant, n) for n in MORE_WORKERS for variant in ON_MORE_WORKERS]
     return [
@@ -345,9 +349,11 @@ def table(rows: dict[Key, dict]) -> list[str]:
         ratios = ("time_vs_sync", "throughput_vs_sync", "throughput_vs_async", "staleness_mean")
         cells += [
             *("–" if first[c] in (None, "") else f"{first[c]:.2f}" for c in ratios),
-            str(parse_options(name, parsed(options)).optimizer_buffers(key.workers)),
+            str(parse_policy_options(name, parsed(options)).optimizer_buffers(key.workers)),
         ]
-        default = options and parse_options(name, parsed(options)) == parse_options(name)
+        default = options and parse_policy_options(name, parsed(options)) == parse_policy_options(
+            name
+        )
         shown = f"{options} (default)" if default else options or "–"
         lines.append(f"| {name} | {shown} | " + " | ".join(cells) + " |")
     return lines

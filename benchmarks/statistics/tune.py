@@ -24,15 +24,15 @@ import verdict_simulation as simulated  # noqa: E402
 from stratbench.extensions.tune.differences import (  # noqa: E402
     KINDS,
     MIN_MARGIN,
-    fit_margins,
-    group_by_sweep,
+    fit_margins_to_sweeps,
+    group_rows_by_sweep,
     read_public_sweeps,
 )
 from stratbench.extensions.tune.sieves import (  # noqa: E402
     MEASURED,
     MEMORY_FACTOR,
     OUT_OF_MEMORY,
-    Sieved,
+    FilterResult,
     drop_slow_combinations,
 )
 from stratbench.extensions.tune.space import Combination  # noqa: E402
@@ -101,7 +101,7 @@ def units(kind: str, amount: float) -> float:
 def read_effects() -> dict[str, list[Effect]]:
     """Return the effects of each kind, over pairs of a sweep that differ in nothing else."""
     found: dict[str, list[Effect]] = {}
-    for sweep, rows in group_by_sweep(
+    for sweep, rows in group_rows_by_sweep(
         row for row in read_public_sweeps() if row["measured"]
     ).items():
         for less, more in permutations(rows, 2):
@@ -190,14 +190,16 @@ def tune(
     rng: np.random.Generator, truth: Truth, noise: Noise, keep_within: float | None = None
 ) -> Result:
     """Return what sieves and race come to; `keep_within`: one ratio for all; infinite: no sieve of time."""
-    margins = fit_margins(row for row in read_public_sweeps() if row["sweep"] not in truth.sweeps)
+    margins = fit_margins_to_sweeps(
+        row for row in read_public_sweeps() if row["sweep"] not in truth.sweeps
+    )
     failed: set[str] = set()
     before: list[str] = []
     spent_s, choice = 0.0, None
     while True:
         by_name = {
-            name: Sieved(Combination("ddp"), OUT_OF_MEMORY if name in failed else MEASURED, "",
-                         math.exp(truth.planned[name]), amounts=amounts)
+            name: FilterResult(Combination("ddp"), OUT_OF_MEMORY if name in failed else MEASURED, "",
+                         math.exp(truth.planned[name]), difference_amounts=amounts)
             for name, amounts in truth.amounts.items()
             if truth.planned_need[name] <= MEMORY_FACTOR
         }  # fmt: skip

@@ -24,9 +24,9 @@ from stratbench.cell.coordinates import Cell
 from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.evidence import FullRun, PairedComparison, PairedEvidence
-from stratbench.extensions.verdict.paired.next_round import determine_next_round, find_next_round
-from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.verdict import make_verdict
+from stratbench.extensions.verdict.paired.next_round import plan_next_round, find_next_round
+from stratbench.extensions.verdict.paired.rounds import RoundReplay
+from stratbench.extensions.verdict.paired.verdict import make_verdict_content
 
 MARGIN = 0.03
 #: Comparisons behind a row of the comparison alone, and of the whole verdict.
@@ -84,7 +84,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
     while course.open.any():
         judged = course.open.copy()
         new, nodes = [], []
-        for _ in range(judging.get_blocks_at_next_look(done) - done):
+        for _ in range(judging.get_block_count_at_next_look(done) - done):
             at = rng.integers(0, several, (n, 1)) if how.nodes else np.full((n, 1), done)
             ran |= (np.arange(several) == at[..., None]) & judged[..., None]
             own = np.take_along_axis(
@@ -96,7 +96,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
             new.append(np.where(course.active & judged[..., None], logs, np.nan))
             nodes.append(at)
             done += 1
-        step = course.advance(np.stack(new, -1), judged * len(new), np.stack(nodes, -1))
+        step = course.add_blocks(np.stack(new, -1), judged * len(new), np.stack(nodes, -1))
         for name in ("leader", "fastest", "at_most", "blocks", "sets"):
             value = getattr(step.look, name)
             result[name] = np.where(step.ended, value, result.get(name, np.zeros_like(value)))
@@ -115,7 +115,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
 def wrong(mu: np.ndarray, said: Mapping[str, np.ndarray]) -> np.ndarray:
     """Whether the claim on each comparison is wrong, by the true log times `mu`."""
     best = mu.min(-1)
-    gap = judging.select_by_index(mu, said["leader"]) - best
+    gap = judging.select_value_of_strategy(mu, said["leader"]) - best
     tied = (mu <= best[..., None] + 1e-12).sum(-1) > 1
     within = said["at_most"] <= math.log1p(MARGIN) + 1e-9
     return (
@@ -189,7 +189,7 @@ class World:
         comparison = PairedComparison(
             comparison_key=self.place, dataset="d", strategies=strategies,
             uses_servers=tuple(a not in self.equal for a in strategies),
-            equals_ddp=tuple(a in self.equal for a in strategies), arithmetic_keys=("e", "m"),
+            equals_ddp=tuple(a in self.equal for a in strategies), arithmetic_key=("e", "m"),
             full_steps=self.full_steps,
         )  # fmt: skip
         return PairedEvidence(study="s", seed=self.seed, comparisons=(comparison,))
@@ -247,7 +247,7 @@ class World:
     def verdict(self) -> tuple[dict[str, Any], int]:
         """The comparison's entry of verdict.json at the end of all rounds, and the number of full runs."""
         evidence = self.evidence()
-        while not (found := find_next_round(evidence)).is_last:
+        while not (found := find_next_round(evidence)).is_verdict_done:
             blocks = {(self.place, entry["block"]): self.block(entry) for entry in found.blocks}
             runs = {cell: self.full_run(cell) for cell in found.full_runs}
             evidence = replace(
@@ -255,8 +255,8 @@ class World:
                 blocks={**evidence.blocks, **blocks},
                 full_runs={**evidence.full_runs, **runs},
             )
-        course = Course(evidence)
-        return make_verdict(course, determine_next_round(course), [])["comparisons"][0], len(
+        course = RoundReplay(evidence)
+        return make_verdict_content(course, plan_next_round(course), [])["comparisons"][0], len(
             evidence.full_runs
         )
 

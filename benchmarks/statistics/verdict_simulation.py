@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stratbench.extensions.verdict.block_rules import (
-    compute_disagreement_limit,
+    compute_segment_disagreement_limit,
     count_discarded_steps,
 )
 from stratbench.extensions.verdict.paired import judging
@@ -248,7 +248,7 @@ def run(
     while course.open.any():
         judged = course.open.copy()
         blocks = int(course.blocks.max())
-        target = judging.get_blocks_at_next_look(blocks)
+        target = judging.get_block_count_at_next_look(blocks)
         new, began = [], course.logs.shape[-1]
         for _ in range(target - blocks):
             logs = block_of_segments(rng, s, noise, node)
@@ -266,11 +266,11 @@ def run(
             else:
                 new.append(np.where(ran, values_of_segments(logs), np.nan))
         nodes = np.arange(began, began + len(new))  # a node a block, or taken for one
-        step = course.advance(
+        step = course.add_blocks(
             np.stack(new, -1), judged * len(new), nodes, first_limits[:, None, None]
         )
         look = step.look
-        gaps = s.mu - judging.select_by_index(s.mu, look.leader)[..., None]
+        gaps = s.mu - judging.select_value_of_strategy(s.mu, look.leader)[..., None]
         holds = ~look.rivals | ((look.low <= gaps) & (gaps <= look.high))
         said = step.dropped | step.ended[..., None]
         covered &= (holds | ~said | ~np.isfinite(look.low)).all(-1)
@@ -285,12 +285,12 @@ def run(
     )  # BatchNorm: each count
     training = training + reference * full[..., 0]
     # A leader of equal arithmetic is trained, too, to check its steps; others have been, for their scores.
-    own = judging.select_by_index(s.equal, result["leader"]) & ~(
+    own = judging.select_value_of_strategy(s.equal, result["leader"]) & ~(
         reference & (result["leader"] == 0)
     )
-    training = training + own * judging.select_by_index(full, result["leader"])
+    training = training + own * judging.select_value_of_strategy(full, result["leader"])
     total = 3 * (full * s.there).sum((-1, -2))
-    within = (result["at_most"] <= np.log1p(MARGIN) + 1e-9) & judging.select_by_index(
+    within = (result["at_most"] <= np.log1p(MARGIN) + 1e-9) & judging.select_value_of_strategy(
         course.admissible, result["leader"]
     )
     return Outcome(
@@ -330,13 +330,13 @@ def uncorrected():
 
 def screening_whatever_the_noise():
     """The known mistake of dropping strategies after one block without a look at how it scatters."""
-    advance = judging.SequentialAnalysis.advance
+    advance = judging.SequentialAnalysis.add_blocks
     return _with(judging.SequentialAnalysis, advance=lambda self, *of: advance(self, *of[:3]))
 
 
 def intervals_of_a_leader_known_before():
     """The known mistake of reporting intervals as if the same blocks had not chosen the leader."""
-    tail = judging.compute_reported_tail
+    tail = judging.compute_tail_of_reported_interval
     return _with(judging, compute_reported_tail=lambda k: tail(k) * np.maximum(2, k) / 2)
 
 
@@ -349,13 +349,15 @@ def values_of_segments(logs: np.ndarray) -> np.ndarray:
 def limits_of(apart: list[np.ndarray]) -> np.ndarray:
     """From which difference a third segment is asked for, of each study."""
     joined = np.concatenate(apart, axis=-1)
-    return np.array([compute_disagreement_limit(row[np.isfinite(row)].tolist()) for row in joined])
+    return np.array(
+        [compute_segment_disagreement_limit(row[np.isfinite(row)].tolist()) for row in joined]
+    )
 
 
 def rates(s: Studies, found: Outcome) -> dict[str, float]:
     """Rates in percent over all comparisons: claims, wrong ones, and what they cost."""
     best = np.where(s.usable, s.mu, np.inf).min(-1)
-    gap = judging.select_by_index(s.mu, found.leader) - best
+    gap = judging.select_value_of_strategy(s.mu, found.leader) - best
     tied = (s.usable & (s.mu <= best[..., None] + 1e-12)).sum(-1) > 1
     wrong_fastest = found.fastest & ((gap > 1e-12) | tied)
     wrong_within = found.within & (gap > np.log1p(MARGIN) + 1e-9)

@@ -21,7 +21,7 @@ def test_a_finished_study_is_told_in_a_few_lines(tmp_path):
     (tmp_path / "answers.json").write_text(json.dumps({"lead": LEAD, "answers": ANSWERS}))
     (tmp_path / "audit.csv").write_text("rule,severity\na,warning\nb,note\nc,note\n")
     (tmp_path / "cells.csv").write_text("strategy,start_skew_ms\nddp,3.0\nfsdp,9.04\nps-sync,\n")
-    assert list(brief.iter_answer_lines(tmp_path)) == [
+    assert list(brief.iter_study_summary_lines(tmp_path)) == [
         LEAD,
         "vgg16 (main): ddp × 4, 214 s. Fastest, in one run each. "
         "Confidence: low (one run each: may be chance).",
@@ -30,4 +30,4 @@ def test_a_finished_study_is_told_in_a_few_lines(tmp_path):
         "Start skew between the workers of an epoch: median 6.0 ms, maximum 9.0 ms over 2 cells.",
     ]
     (tmp_path / "cells.csv").write_text("strategy,start_skew_ms\nsingle,\n")
-    assert not any("skew" in line for line in brief.iter_answer_lines(tmp_path))
+    assert not any("skew" in line for line in brief.iter_study_summary_lines(tmp_path))

@@ -197,16 +197,16 @@ def test_time_to_a_score():
     epochs = [
         {"train_time_s": t, "score": a} for t, a in ((1.0, 0.5), (2.0, 0.8), (3.0, 0.7), (4.0, 0.9))
     ]
-    assert collect.find_time_to_score_s(epochs, 0.8, "higher") == 2.0
-    assert collect.find_time_to_score_s(epochs, 0.85, "higher") == 4.0
-    assert collect.find_time_to_score_s(epochs, 0.95, "higher") is None
-    assert collect.find_time_to_score_s(epochs, None, "higher") is None
+    assert collect.find_time_to_target_score_s(epochs, 0.8, "higher") == 2.0
+    assert collect.find_time_to_target_score_s(epochs, 0.85, "higher") == 4.0
+    assert collect.find_time_to_target_score_s(epochs, 0.95, "higher") is None
+    assert collect.find_time_to_target_score_s(epochs, None, "higher") is None
     # A loss is reached from above; an epoch whose loss is not finite reaches nothing.
     losses = [{"train_time_s": 0.5, "score": None}] + [
         e | {"score": 1 - e["score"]} for e in epochs
     ]
-    assert collect.find_time_to_score_s(losses, 0.25, "lower") == 2.0
-    assert collect.find_time_to_score_s(losses, 0.05, "lower") is None
+    assert collect.find_time_to_target_score_s(losses, 0.25, "lower") == 2.0
+    assert collect.find_time_to_target_score_s(losses, 0.05, "lower") is None
 
 
 def study_of(lr: float, dataset: str = "cifar10", **more) -> config.Study:

@@ -27,7 +27,7 @@ def test_every_column_has_a_definition_and_fields_are_those_of_the_schema():
         if isinstance(column.source, str) and not column.source.startswith(
             ("timeline: ", "time.step_ms.", "time.breakdown_ms.")
         ):
-            assert columns.find_schema_description(column.source), column.name
+            assert columns.find_field_description(column.source), column.name
 
 
 def test_a_measure_shows_its_column_in_a_unit_that_there_is_a_factor_for():
@@ -66,7 +66,7 @@ def test_a_number_that_is_none_is_refused_with_its_column(path):
     record = copy.deepcopy(fixture.make_record(fixture.expand(("ddp",), ("vgg16",), (2,))[0]))
     record["time"][path] = float("inf")
     with pytest.raises(RecordError, match=f"{path} is 'inf'"):
-        columns.build_record_row(record, Path("none"))
+        columns.build_row_from_record(record, Path("none"))
 
 
 def test_groups_of_repeats_have_one_order_and_findings_name_all_of_it():
@@ -75,7 +75,7 @@ def test_groups_of_repeats_have_one_order_and_findings_name_all_of_it():
     assert list(groups.Group._fields) == groups.GROUP
     assert set(groups.GROUP) < set(AUDIT_COLUMNS)
     frame = pd.DataFrame([("e", "ddp", "m", 2)] * 2, columns=groups.GROUP)
-    ((group, rows),) = groups.group_rows(frame).items()
+    ((group, rows),) = groups.map_rows_by_group(frame).items()
     assert (group.experiment, group.strategy, group.model, group.gpus) == ("e", "ddp", "m", 2)
     assert len(rows) == 2
-    assert group.with_gpus(4).with_strategy("fsdp") == ("e", "fsdp", "m", 4)
+    assert group.replace_gpus(4).replace_strategy("fsdp") == ("e", "fsdp", "m", 4)

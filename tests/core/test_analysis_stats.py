@@ -31,16 +31,16 @@ def test_few_values_have_a_range_and_more_have_quartiles():
 
 def test_moderated_t_of_the_worked_example():
     found = moderated.Differences(np.zeros(10), VARIANCES, np.full(10, 3))
-    prior = moderated.estimate_variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
+    prior = moderated.estimate_common_variance_prior(VARIANCES, np.full(10, 2), np.full(10, True))
     assert np.isinf(prior.dof)
     assert prior.variance == pytest.approx(5.1245e-4, rel=1e-4)
-    variance, dof = moderated.moderate_variances(found, np.zeros(10, dtype=bool))
+    variance, dof = moderated.shrink_variances_by_kind(found, np.zeros(10, dtype=bool))
     assert dof[0] == 10
     assert variance[0] == pytest.approx(4.1996e-4, rel=1e-4)
     assert scipy.stats.t.isf(moderated.compute_alternatives_tail(14), 10) == pytest.approx(
         4.2896, abs=5e-5
     )
-    half = moderated.compute_half_widths(
+    half = moderated.compute_interval_half_widths(
         variance, dof, found.repeats, moderated.compute_alternatives_tail(14)
     )
     assert half[0] == pytest.approx(0.05075, abs=5e-6)
@@ -51,7 +51,7 @@ def test_variances_that_scatter_more_than_chance_are_drawn_together_less():
     rng = np.random.default_rng(3)
     true = 2e-4 * 6 / rng.chisquare(6, (200, 400))
     found = true * rng.chisquare(4, true.shape) / 4
-    prior = moderated.estimate_variance_prior(
+    prior = moderated.estimate_common_variance_prior(
         found, np.full(true.shape, 4), np.full(true.shape, True)
     )
     assert np.median(prior.dof) == pytest.approx(6, rel=0.1)
@@ -61,16 +61,16 @@ def test_variances_that_scatter_more_than_chance_are_drawn_together_less():
 @pytest.mark.parametrize(("count", "dof"), [(5, 2.0), (9, 4.0), (10, 10.0)])
 def test_few_variances_lend_little(count, dof):
     found = moderated.Differences(np.zeros(count), VARIANCES[:count], np.full(count, 3))
-    assert moderated.moderate_variances(found, np.zeros(count, dtype=bool))[1][0] == dof
+    assert moderated.shrink_variances_by_kind(found, np.zeros(count, dtype=bool))[1][0] == dof
 
 
 def test_servers_scatter_by_themselves_where_there_are_enough_of_them():
     variances = np.concatenate([np.full(12, 1e-4), np.full(12, 9e-4), np.full(3, 9e-4)])
     found = moderated.Differences(np.zeros(27), variances, np.full(27, 3))
     served = np.repeat([False, True], [12, 15])
-    apart, _ = moderated.moderate_variances(found, served)
+    apart, _ = moderated.shrink_variances_by_kind(found, served)
     assert apart[12] > 5 * apart[0]
-    few, _ = moderated.moderate_variances(
+    few, _ = moderated.shrink_variances_by_kind(
         moderated.Differences(*(part[:15] for part in found)), np.repeat([False, True], [12, 3])
     )
     assert few[12] < apart[12]  # three servers borrow from all
@@ -128,8 +128,8 @@ def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_in
     for row, pair in zip(padded, pairs, strict=True):
         row[:, : pair.shape[1]] = pair
     found = moderated.compute_paired_differences(*np.log(padded).swapaxes(0, 1))
-    half = moderated.compute_half_widths(
-        *moderated.moderate_variances(found, np.zeros(10, dtype=bool)), found.repeats, 0.025
+    half = moderated.compute_interval_half_widths(
+        *moderated.shrink_variances_by_kind(found, np.zeros(10, dtype=bool)), found.repeats, 0.025
     )
     assert short[1:] == pytest.approx(tuple(np.exp(found.mean[8] + np.array([-1, 1]) * half[8])))
     alone = compute_paired_ratios([pairs[8]], [False])[0]
@@ -141,16 +141,21 @@ def test_ratios_of_unlike_repeats_share_their_variances_and_one_repeat_has_no_in
 
 
 def test_an_estimate_is_written_with_its_interval_if_it_has_one():
-    assert IntervalEstimate(1.5, 1.25, 1.75).format_text("{:.2f}".format) == "1.50 [1.25, 1.75]"
     assert (
-        IntervalEstimate(1.00004, 0.9, 1.1).format_text("{:.4f}".format, "{:.1f}".format)
+        IntervalEstimate(1.5, 1.25, 1.75).format_value_and_interval("{:.2f}".format)
+        == "1.50 [1.25, 1.75]"
+    )
+    assert (
+        IntervalEstimate(1.00004, 0.9, 1.1).format_value_and_interval(
+            "{:.4f}".format, "{:.1f}".format
+        )
         == "1.0000 [0.9, 1.1]"
     )
-    assert IntervalEstimate(-0.5).format_text("{:+.1f}".format) == "-0.5"
+    assert IntervalEstimate(-0.5).format_value_and_interval("{:+.1f}".format) == "-0.5"
 
 
 def test_an_interval_excludes_what_lies_outside_of_it_and_no_interval_excludes_nothing():
-    assert IntervalEstimate(1.2, 1.1, 1.3).excludes(1)
-    assert IntervalEstimate(0.8, 0.7, 0.9).excludes(1)
-    assert not IntervalEstimate(1.2, 0.9, 1.3).excludes(1)
-    assert not IntervalEstimate(1.2).excludes(1)
+    assert IntervalEstimate(1.2, 1.1, 1.3).interval_excludes(1)
+    assert IntervalEstimate(0.8, 0.7, 0.9).interval_excludes(1)
+    assert not IntervalEstimate(1.2, 0.9, 1.3).interval_excludes(1)
+    assert not IntervalEstimate(1.2).interval_excludes(1)

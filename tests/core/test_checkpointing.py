@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stratbench.cell.settings import build_experiment_schema
 from stratbench.study.config.schema import parse_texts_by_schema
-from stratbench.workload.network.checkpointing import checkpoint_blocks, is_recomputing
+from stratbench.workload.network.checkpointing import checkpoint_blocks, is_recomputing_block
 
 TOKENS, WIDTH = 11, 16
 MODES = (True, "selective")
@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.seen: list[bool] = []
 
     def note(self) -> None:
-        self.seen.append(is_recomputing())
+        self.seen.append(is_recomputing_block())
 
     def forward(self, h: Tensor) -> Tensor:
         self.note()
@@ -75,7 +75,7 @@ def test_what_is_computed_again_is_what_was_computed(mode, dropout):
     plain, again = (network.double() for network in both(mode, dropout=dropout))
     assert all(map(torch.equal, gradients(plain), gradients(again)))
     assert again.block.seen == [False] * 3 + [True] * 3
-    assert not is_recomputing()
+    assert not is_recomputing_block()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,7 +95,7 @@ def test_a_kept_result_that_is_changed_in_place_is_refused_by_its_remedy_or_comp
     else:
         with pytest.raises(RuntimeError, match="set inplace to False, or activation_checkpointing"):
             gradients(selective)
-    assert not is_recomputing()
+    assert not is_recomputing_block()
 
 
 @pytest.mark.slow

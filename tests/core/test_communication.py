@@ -19,12 +19,12 @@ from stratbench.strategies import get_option_defaults
 from stratbench.strategies.base import Worker
 from stratbench.strategies.collective import Collective
 from stratbench.strategies.counted import Counted
-from stratbench.strategies.ddp import DDP, SAMPLE_INTERVAL, read_sampled_times
+from stratbench.strategies.ddp import DDP, SAMPLE_INTERVAL, read_sampled_step_times
 from stratbench.strategies.sharding.fsdp import FSDP
 from stratbench.strategies.sharding.zero import TorchZeRO1, ZeRO1
 from stratbench.strategies.single import Single
 from stratbench.telemetry.collective_count import find_process_group
-from stratbench.workload.network.trial import take_trial
+from stratbench.workload.network.trial import run_trial_steps
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -102,7 +102,7 @@ def set_up(
     strategy = cls(cls.Options(**given))
     worker = Worker(s, 0, world, world, torch.device("cpu"), RunFolder(Path()), groups)
     if frozen:
-        worker.trial = take_trial("network", model, *batch(), (4, 3), groups)
+        worker.trial = run_trial_steps("network", model, *batch(), (4, 3), groups)
     strategy.setup(model, worker)
     return strategy
 
@@ -385,7 +385,7 @@ def test_the_sums_behind_ddps_means(group, every):
         if now.get("iteration", 0) != last and now.get("backward_comm_time"):
             last, times = now["iteration"], times + 1
             total_ms += now["backward_comm_time"] / 1e6
-        found = read_sampled_times(strategy.module, every)
+        found = read_sampled_step_times(strategy.module, every)
         assert found.steps == times
         assert found.communication_ms == pytest.approx(total_ms, rel=1e-3)
     assert times > 10 or every == SAMPLE_INTERVAL

@@ -454,7 +454,7 @@ def test_keys_given_twice(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("study: a\nstudies:\n  a: {seed: 1}\n  b: {}\n  a: {seed: 2}\n")
     with pytest.raises(ConfigError) as refused:
-        yaml_traps.check_duplicate_keys(path)
+        yaml_traps.check_duplicate_yaml_keys(path)
     assert f"{path}: studies.a is given twice, in lines 3 and 5" in str(refused.value)
 
 
@@ -464,7 +464,7 @@ def test_keys_given_twice(tmp_path):
 def test_keys_given_once(tmp_path, text):
     path = tmp_path / "config.yaml"
     path.write_text(text)
-    yaml_traps.check_duplicate_keys(path)
+    yaml_traps.check_duplicate_yaml_keys(path)
 
 
 # ---------------------------------------------------------------- studies and settings

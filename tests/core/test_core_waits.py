@@ -76,13 +76,13 @@ def test_spans_add_up_and_nothing_is_said_where_nothing_is_counted(tmp_path, mon
                 (tmp_path / thread).mkdir(exist_ok=True)
                 (tmp_path / thread / "schedstat").write_text(f"5 {ns} 1\n")
             act()
-    assert waits.longest_wait_s == 3.0
+    assert waits.longest_core_wait_s == 3.0
     for path in tmp_path.glob("*/schedstat"):
         path.write_text("0 0 0\n")
     silent = CoreWaits()
     silent.begin_span()
     silent.end()
-    assert silent.longest_wait_s is None
+    assert silent.longest_core_wait_s is None
 
 
 @needs_counts

@@ -287,7 +287,11 @@ def test_a_download_is_verified_and_the_next_mirror_tried(
     [
         ("imagenet", None, "data set 'imagenet': is unknown; use one of digits"),
         ("mine", {"source": "web"}, "source is 'web'"),
-        ("mine", SPEC | {"colour": 1}, "the key 'colour' is unknown; use keys among source, train_samples"),
+        (
+            "mine",
+            SPEC | {"colour": 1},
+            "the key 'colour' is unknown; use keys among source, train_samples",
+        ),
         ("mine", SPEC | {"size": 0}, "size is 0; it must be a whole number >= 1"),
         ("mine", SPEC | {"classes": True}, "classes is True"),
         ("mnist", SPEC, "is built in"),
@@ -379,7 +383,7 @@ def test_concurrent_preparations_all_succeed_on_one_result(tmp_path: Path) -> No
     ]
     assert [process.wait() for process in processes] == [0] * 4
     assert os.listdir(tmp_path) == ["out"]
-    assert prepared.read_intact_meta(tmp_path / "out", {"name": "mine"})
+    assert prepared.read_metadata_if_intact(tmp_path / "out", {"name": "mine"})
 
 
 def test_an_intact_result_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -> None:
@@ -400,18 +404,18 @@ def test_an_intact_result_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -
 def test_an_array_that_changed_is_noticed_and_a_copy_is_not(tmp_path: Path) -> None:
     out, copy = tmp_path / "out", tmp_path / "copy"
     meta = prepare_data_set("mine", out, spec=SPEC)
-    assert prepared.read_verified_meta(out) == meta
+    assert prepared.read_verified_metadata(out) == meta
     shutil.copytree(out, copy, copy_function=shutil.copyfile)  # other times of change
-    assert prepared.read_verified_meta(copy)["sha256"] == meta["sha256"]
+    assert prepared.read_verified_metadata(copy)["sha256"] == meta["sha256"]
     labels = out / "test_targets.npy"
     whole = labels.read_bytes()
     labels.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(
         DataError, match=r"test_targets have changed since the data set was prepared\); delete it"
     ):
-        prepared.read_verified_meta(out)
+        prepared.read_verified_metadata(out)
     labels.write_bytes(whole)
-    assert prepared.read_verified_meta(out) == meta
+    assert prepared.read_verified_metadata(out) == meta
 
 
 @pytest.mark.timeout(300)
@@ -431,10 +435,10 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
         array.symlink_to("/dev/zero")
     elif odd == "no JSON":
         array.write_text("{" * 100_000)
-    for read in (prepared.read_verified_meta, prepared.read_data_set):
+    for read in (prepared.read_verified_metadata, prepared.read_data_set):
         with pytest.raises(DataError, match="is not a complete prepared data set"):
             read(out)
-    assert prepared.read_intact_meta(out, {"sha256": meta["sha256"]}) is None
+    assert prepared.read_metadata_if_intact(out, {"sha256": meta["sha256"]}) is None
 
 
 @pytest.mark.timeout(300)
@@ -468,7 +472,7 @@ def test_a_failure_midway_keeps_the_earlier_result(
     monkeypatch.setattr(np.lib.format, "open_memmap", disk_full)
     with pytest.raises(OSError, match="No space"):
         prepare_data_set("mine", out, spec=SPEC | {"seed": 1})
-    assert prepared.read_intact_meta(out, {"sha256": earlier["sha256"]})
+    assert prepared.read_metadata_if_intact(out, {"sha256": earlier["sha256"]})
     assert os.listdir(tmp_path) == ["out"]
 
 

@@ -114,7 +114,7 @@ NO_NVML = {"failures": {"nvmlInit": OSError("driver/library version mismatch")}}
 
 def test_whatever_a_gpu_is_called_its_lock_is_one(machine):
     machine()
-    assert gpu_locks.list_lock_file_names(["0", "1", UUIDS[0], "GPU-666", "7"]) == {
+    assert gpu_locks.list_gpu_lock_names(["0", "1", UUIDS[0], "GPU-666", "7"]) == {
         "0": UUIDS[0], "1": UUIDS[1], UUIDS[0]: UUIDS[0], "GPU-666": UUIDS[1], "7": "7"
     }  # fmt: skip
 
@@ -294,7 +294,7 @@ def test_the_sampler_is_told_the_gpus_of_the_cells_own_workers(
         to_json=lambda: "{}", list_ranks=lambda node: ranks,
     )  # fmt: skip
     with pytest.raises(InterruptedError):
-        agent.run_node(job, 0)
+        agent.run_node_processes(job, 0)
     assert told == [expected]
 
 

@@ -108,21 +108,21 @@ def test_exposed_communication_comes_out_of_backward():
         for r in (0, 1)
     ]
     found = efficiency.build_communication_entry(workers, RUN)
-    split = efficiency.compute_mean_phases_ms(workers, found)
+    split = efficiency.compute_mean_phase_times_ms(workers, found)
     assert split == {
         "data": 1.0, "forward": 2.0, "backward": 2.0, "exposed_communication": 3.0, "optimizer": 0.5,
     }  # fmt: skip
     assert list(split)[2:4] == ["backward", "exposed_communication"]
-    more = efficiency.compute_mean_phases_ms(workers, found | {"exposed_ms": 99.0})
+    more = efficiency.compute_mean_phase_times_ms(workers, found | {"exposed_ms": 99.0})
     assert (more["backward"], more["exposed_communication"]) == (0.0, 5.0)
-    assert efficiency.compute_mean_phases_ms(workers, None)["backward"] == 5.0
-    assert efficiency.compute_mean_phases_ms([], None) is None
+    assert efficiency.compute_mean_phase_times_ms(workers, None)["backward"] == 5.0
+    assert efficiency.compute_mean_phase_times_ms([], None) is None
 
 
 def test_the_wait_comes_out_of_the_exchange():
     marked = {"forward": 2.0, "backward": 5.0, "server": 4.0, "other": 0.1}
     workers = [worker(0, breakdown_ms=marked, communication=sends(1, server_wait_ms=3.0))]
-    split = efficiency.compute_mean_phases_ms(
+    split = efficiency.compute_mean_phase_times_ms(
         workers, efficiency.build_communication_entry(workers, RUN)
     )
     assert split == {"forward": 2.0, "backward": 5.0, "push": 1.0, "server_wait": 3.0, "other": 0.1}
@@ -160,7 +160,7 @@ def test_energy_of_the_cells_own_gpus_while_they_train(tmp_path):
     leave_phases(tmp_path, 0, (1, 3), (4, 5.5))
     leave_phases(tmp_path, 1, (1, 2))
     one = job(tmp_path)
-    intervals = efficiency.read_training_intervals(one, [worker(0), worker(1)])
+    intervals = efficiency.read_gpu_training_intervals(one, [worker(0), worker(1)])
     found = efficiency.build_energy_entry(one, RUN, intervals)
     assert found["train_joules"] == pytest.approx(3.5 * 100 + 200)
     assert found["joules_per_sample"] == pytest.approx(0.55)
@@ -180,7 +180,7 @@ def test_no_energy_where_samples_lack(tmp_path, sampled, end_s, gpu):
     leave_phases(tmp_path, 0, (1, end_s))
     leave_phases(tmp_path, 1, (1, 2))
     one = job(tmp_path)
-    intervals = efficiency.read_training_intervals(one, [worker(0), worker(1, gpu)])
+    intervals = efficiency.read_gpu_training_intervals(one, [worker(0), worker(1, gpu)])
     assert efficiency.build_energy_entry(one, RUN, intervals) is None
 
 
@@ -189,7 +189,7 @@ def test_no_energy_where_samples_lack(tmp_path, sampled, end_s, gpu):
 
 def test_the_trace_is_named_where_it_is(tmp_path):
     folder = RunFolder.from_log_dir(tmp_path)
-    folder.create()
+    folder.create_empty_folder()
     one = replace(job(tmp_path), folder=folder)
     assert assemble.build_profile_entry(one, None) is None
     folder.profile_trace_path.touch()

@@ -94,13 +94,13 @@ def test_the_ranking_of_candidates_is_what_is_simulated():
          for i, t in enumerate(pd.Series(np.exp(one)) for one in of_model)]
         for of_model in logs[0]
     ]  # fmt: skip
-    found = ranking.rank_comparisons(comparisons, simulated.MARGIN)
+    found = ranking.rank_candidates_by_model(comparisons, simulated.MARGIN)
     is_so = judged(true, logs, preference=np.arange(4.0))
     for model, r in enumerate(found):
-        assert r.is_clear == is_so["winner"][0, model]
+        assert r.is_choice_clearly_fastest == is_so["winner"][0, model]
         assert {c.repeats for c in r.comparisons} == {4}
     comparisons[0][3].has_planned_repeats = False
-    looser = ranking.rank_comparisons(comparisons, simulated.MARGIN)
+    looser = ranking.rank_candidates_by_model(comparisons, simulated.MARGIN)
     widths = [
         np.log(r.comparisons[0].ratio.high / r.comparisons[0].ratio.low)
         for r in (found[0], looser[0])

@@ -20,12 +20,12 @@ def test_a_reader_never_sees_a_part(tmp_path):
 
     def write() -> None:
         for i in itertools.count():
-            files.write_atomic(path, texts[i % 2])
+            files.write_text_atomically(path, texts[i % 2])
             if i >= 60 and len(seen) == 2:
                 break
         done.set()
 
-    files.write_atomic(path, texts[1])
+    files.write_text_atomically(path, texts[1])
     writer = threading.Thread(target=write)
     writer.start()
     while not done.is_set():
@@ -38,10 +38,10 @@ def test_a_reader_never_sees_a_part(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    files.write_atomic(path, "old")
+    files.write_text_atomically(path, "old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
-        files.write_atomic(path, "new")
+        files.write_text_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -50,7 +50,7 @@ def test_others_may_read_as_the_umask_says(tmp_path):
     """mkstemp makes files private; a colleague's report must be able to read ours."""
     before = os.umask(0o027)
     try:
-        files.write_atomic(tmp_path / "file", "text")
+        files.write_text_atomically(tmp_path / "file", "text")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640

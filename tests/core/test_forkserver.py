@@ -33,7 +33,7 @@ from stratbench.train.forkserver import (
     FOLDER_VARIABLE,
     Process,
     build_socket_path,
-    is_shared_with_same_gpus,
+    is_shared_server_on_same_gpus,
     run_shared_fork_server,
 )
 
@@ -326,5 +326,5 @@ def test_gpu_cells_share_a_server_that_was_started_with_their_gpus(
     with run_shared_fork_server():
         if now is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", now)
-        assert is_shared_with_same_gpus() is shares
-    assert not is_shared_with_same_gpus()
+        assert is_shared_server_on_same_gpus() is shares
+    assert not is_shared_server_on_same_gpus()

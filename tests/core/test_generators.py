@@ -50,7 +50,7 @@ def test_states_come_back_through_tensors_with_halves_of_pairs(before):
         np.random.normal()
     kept = Generators.capture_states()
     expected = [drawn() for _ in range(3)]
-    Generators.from_tensors([t.clone() for t in kept.tensors()]).put_back()
+    Generators.from_tensors([t.clone() for t in kept.convert_to_tensors()]).restore_states()
     assert [drawn() for _ in range(3)] == expected
 
 
@@ -104,4 +104,4 @@ def test_workers_that_build_other_weights_are_told_so_under_every_kind_of_strate
 def test_numbers_of_python_and_numpy_are_told_from_those_of_torch(draw, seen):
     before = Generators.capture_states()
     draw()
-    assert before.differ_outside_torch(Generators.capture_states()) is seen
+    assert before.differ_in_python_or_numpy(Generators.capture_states()) is seen

@@ -37,7 +37,9 @@ def job(folder: Path, command: str, **params: str) -> SimpleNamespace:
 def test_a_value_of_any_length_reaches_the_program_under_its_name(tmp_path):
     (tmp_path / "some.py").write_text(PROGRAM)
     command = f"python -m stratbench.study.program $PPID {job_values.OF_JOB} -m some --study @study @other"
-    job_values.write_job_values([job(tmp_path, command, study="x" * LONG, other="@study", more="y")])
+    job_values.write_job_values(
+        [job(tmp_path, command, study="x" * LONG, other="@study", more="y")]
+    )
     shell = command.replace("{log:q}", "'one.log'").replace("python", sys.executable)
     done = subprocess.run(
         ["bash", "-c", f"{shell} @third"],
@@ -56,7 +58,7 @@ def test_a_command_without_values_has_no_file(tmp_path):
         [job(tmp_path, "python -m some @study", study="x"), job(tmp_path, None)]
     )
     assert list(tmp_path.iterdir()) == []
-    assert job_values.insert_values(["--study", "@study"]) == ["--study", "@study"]
+    assert job_values.insert_job_values(["--study", "@study"]) == ["--study", "@study"]
 
 
 def test_a_command_whose_values_are_all_optional_finds_its_file(tmp_path):
@@ -64,9 +66,9 @@ def test_a_command_whose_values_are_all_optional_finds_its_file(tmp_path):
     job_values.write_job_values([job(tmp_path, f"python {job_values.OF_JOB} -m some")])
     (file,) = tmp_path.iterdir()
     assert json.loads(file.read_text()) == {}
-    assert job_values.insert_values([job_values.OPTION, str(file), "-m"]) == ["-m"]
+    assert job_values.insert_job_values([job_values.OPTION, str(file), "-m"]) == ["-m"]
 
 
 def test_a_missing_file_is_told_with_its_causes(tmp_path):
     with pytest.raises(SystemExit, match=r"one.json: does not exist; .* --no-hooks, .* `onstart`"):
-        job_values.insert_values([job_values.OPTION, str(tmp_path / "one.json"), "@study"])
+        job_values.insert_job_values([job_values.OPTION, str(tmp_path / "one.json"), "@study"])

@@ -61,13 +61,13 @@ from stratbench.train import agent, assemble, ending, forkserver, launch, standi
 from stratbench.train import job as job_module
 from stratbench.train.agent import Exits, NodeProcesses, ProcessExit
 from stratbench.train.beside.profile import RECORDED_STEPS
-from stratbench.train.ending import Ending
+from stratbench.train.ending import CellEnding
 from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
 from stratbench.train.running.runner import Runner, create_runner
-from stratbench.train.standing import Standing
+from stratbench.train.standing import WorkerState
 from stratbench.workload.data.prepare import prepare_data_set
-from stratbench.workload.data.prepared import read_verified_meta
+from stratbench.workload.data.prepared import read_verified_metadata
 from stratbench.workload.data.sources import DataError
 
 pytestmark = pytest.mark.timeout(300)
@@ -298,16 +298,16 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     monkeypatch.setattr(agent, "wait", wait_and_look)
     monkeypatch.setattr(forkserver, "FOLDER_VARIABLE", "NO_SHARED_SERVER")
     s = settings(strategy, epochs=100, lr=1e-6)  # a server's worker draws them all at first
-    RunFolder.from_log_dir(tmp_path / "logs").create()
+    RunFolder.from_log_dir(tmp_path / "logs").create_empty_folder()
     with job_for(s, tiny_data, tmp_path / "logs", 9_000) as job:
         exits, ended = create_runner(s).launch_processes(job, 1)
-    assert exits.timed_out
+    assert exits.reached_time_limit
     assert ended.status == "error", ended
     assert "it hangs: no worker made progress for" in ended.reason
     assert "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:" in ended.reason
     waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
     assert re.search(waits, ended.reason), ended.reason
-    assert launch.store_failure(tmp_path / "logs", job.cell, ended.reason, []) == 1
+    assert launch.store_failure_evidence(tmp_path / "logs", job.cell, ended.reason, []) == 1
     evidence = json.loads((tmp_path / "logs/failure.json").read_text())
     assert "sitecustomize.py" in evidence["stacks"]["rank1.stack"][0]
 
@@ -496,7 +496,7 @@ def test_data_that_are_replaced_while_a_cell_trains_make_no_record(tmp_path, tin
     with job_for(settings(), folder, tmp_path / "logs") as job:
         prepare_data_set("tiny", folder, spec=TINY | {"seed": 1})
         with pytest.raises(DataError, match="was prepared again while the cell trained"):
-            assemble.make_record(job, Ending("timeout", "the cell's limit was reached"))
+            assemble.make_record(job, CellEnding("timeout", "the cell's limit was reached"))
 
 
 def test_broken_meta_data_are_one_message(start_cell, tmp_path):
@@ -570,7 +570,7 @@ def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(st
 @pytest.mark.slow
 def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell, tmp_path):
     first = start_cell(settings("ps-async"), workflow=staying(tmp_path, rank=0))
-    until(lambda: first.folder.secret_path.exists())
+    until(lambda: first.folder.job_secret_path.exists())
     second = start_cell(settings("ps-async"))
     output = iter(second.process.stdout.readline, "")
     assert any("waiting: another launcher trains this cell" in line for line in output)
@@ -580,7 +580,7 @@ def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cel
     code, output = first.finish()
     assert code == 0, output
     assert record.read_record(first.record)["status"] == "ok"
-    assert not first.folder.secret_path.exists()
+    assert not first.folder.job_secret_path.exists()
 
 
 @pytest.mark.slow
@@ -758,7 +758,7 @@ def test_classification(tmp_path, workers, codes, timed_out, expected):
 
 def stood(steps: int, hangs: bool, exit_code: int | None = None) -> dict:
     """As an agent notes a worker at the time limit."""
-    return asdict(Standing(steps, "train", exit_code, 50.0 if hangs else 0.1, 0.2, hangs))
+    return asdict(WorkerState(steps, "train", exit_code, 50.0 if hangs else 0.1, 0.2, hangs))
 
 
 @pytest.mark.parametrize(
@@ -780,7 +780,7 @@ def test_a_slow_cell_is_told_from_one_that_hangs(tmp_path, strategy, standings, 
     job = replace(job, workers_per_node=1)
     for rank, standing_of in enumerate(standings):
         job.folder.write_worker_states(rank, {f"rank{rank}": standing_of})
-    exits = Exits([ProcessExit(f"rank{rank}", None) for rank in (0, 1)], timed_out=True)
+    exits = Exits([ProcessExit(f"rank{rank}", None) for rank in (0, 1)], reached_time_limit=True)
     found = ending.classify_ending(job, exits)
     assert found.status == status
     assert found.reason.startswith(
@@ -828,8 +828,8 @@ def test_what_nccls_watchdog_says_is_the_reason(tmp_path, log, reason):
     job = job_with(tmp_path, [None, None])
     if log is not None:
         job.folder.get_log_path("rank1").write_text(log)
-    exits = Exits([ProcessExit("rank0", None), ProcessExit("rank1", -6)], timed_out=False)
-    assert ending.classify_ending(job, exits) == ending.Ending("error", reason)
+    exits = Exits([ProcessExit("rank0", None), ProcessExit("rank1", -6)], reached_time_limit=False)
+    assert ending.classify_ending(job, exits) == ending.CellEnding("error", reason)
 
 
 def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
@@ -845,7 +845,7 @@ def test_nccls_watchdog_waits_for_no_dump(tmp_path, monkeypatch):
         if given:
             monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", given)
         with pytest.raises(OSError, match="enough"):
-            agent.run_node(job_with(tmp_path, [None]), 0)
+            agent.run_node_processes(job_with(tmp_path, [None]), 0)
     assert seen == ["1000", "90000"]
 
 
@@ -856,7 +856,7 @@ def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
     job = replace(job_with(tmp_path, [LOST, crowded]), settings=settings(strategy))
     gpu = {"index": 3, "uuid": "GPU-d8c5e28f"}
     job.folder.write_process_locations(0, {"rank1": {"host": "node7", "gpu": gpu}})
-    exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", 3)], timed_out=False)
+    exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", 3)], reached_time_limit=False)
     found = ending.classify_ending(job, exits)
     assert found.status == "error"
     assert found.reason.startswith(
@@ -865,7 +865,7 @@ def test_out_of_memory_beside_a_stranger_is_an_error(tmp_path, strategy):
     )
     # One that has its GPU to itself says as much of the strategy as alone.
     job.folder.write_worker_result(0, OOM | {"others": None})
-    assert ending.classify_ending(job, exits) == ending.Ending("oom", OOM["reason"])
+    assert ending.classify_ending(job, exits) == ending.CellEnding("oom", OOM["reason"])
 
 
 def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
@@ -883,7 +883,7 @@ def test_a_timeout_is_one_although_srun_does_not_end(tmp_path, monkeypatch):
 
 def test_a_kill_by_the_kernel_for_want_of_memory_is_oom(tmp_path, monkeypatch):
     job = job_with(tmp_path, [None, LOST])
-    exits = Exits([ProcessExit("rank0", -9), ProcessExit("rank1", 1)], timed_out=False)
+    exits = Exits([ProcessExit("rank0", -9), ProcessExit("rank1", 1)], reached_time_limit=False)
     monkeypatch.setattr(ending, "count_oom_kills", lambda: 5)
     assert ending.classify_ending(job, exits, oom_kills_before=4).status == "oom"
     assert (
@@ -940,7 +940,7 @@ def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
     tmp_path, tiny_data, monkeypatch
 ):
     """git may take seconds on a slow disk: they are in no figure."""
-    meta = read_verified_meta(tiny_data)
+    meta = read_verified_metadata(tiny_data)
     job = replace(job_with(tmp_path, [None, None]), data_dir=tiny_data, data=meta)
     now_s = 100.0
 
@@ -955,7 +955,7 @@ def test_total_and_finish_are_one_instant_however_long_the_rest_takes(
     monkeypatch.setattr(assemble, "datetime", date)
     monkeypatch.setattr(assemble, "read_git_state", slow_git)
     monkeypatch.setattr(assemble, "INSTALLED", False)
-    found = assemble.make_record(job, ending.Ending("timeout", "slow"))
+    found = assemble.make_record(job, ending.CellEnding("timeout", "slow"))
     started, finished = (found["provenance"][end] for end in ("started", "finished"))
     span = datetime.fromisoformat(finished) - datetime.fromisoformat(started)
     assert now_s == 160
@@ -979,7 +979,7 @@ def test_supervise_ends_at_the_deadline_whatever_the_date(tmp_path, monkeypatch)
     monkeypatch.setattr(time, "time", lambda: next(dates))  # somebody sets the clock
     exits = agent.wait_for_exits(NodeProcesses(job, [FakeProcess("rank0")]), PauseWatch())
     assert 0.3 <= time.monotonic() - begun < LIMIT_S
-    assert exits.timed_out
+    assert exits.reached_time_limit
     assert exits.processes == [ProcessExit("rank0", None)]
 
 
@@ -1010,8 +1010,10 @@ def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
 
 def test_a_cell_that_was_ended_because_it_hung_is_an_error(tmp_path):
     job = job_with(tmp_path, [None, None], time_limit_s=None)
-    exits = Exits([ProcessExit(f"rank{r}", None) for r in (0, 1)], timed_out=False, has_hung=True)
-    assert ending.classify_ending(job, exits) == ending.Ending(
+    exits = Exits(
+        [ProcessExit(f"rank{r}", None) for r in (0, 1)], reached_time_limit=False, has_hung=True
+    )
+    assert ending.classify_ending(job, exits) == ending.CellEnding(
         "error", "it hangs: no worker made progress"
     )
     job.folder.write_worker_states(0, {"rank0": stood(3, True), "rank1": stood(2, True)})
@@ -1026,7 +1028,7 @@ def test_who_did_not_come_to_a_collective_is_named(tmp_path):
     """gloo's error, as it was on two processes of which one slept."""
     reason = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"
     job = job_with(tmp_path, [{"status": "error", "reason": reason}, None])
-    exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", None)], timed_out=False)
+    exits = Exits([ProcessExit("rank0", 1), ProcessExit("rank1", None)], reached_time_limit=False)
     assert ending.classify_ending(job, exits).reason == reason
     job.folder.write_worker_states(
         0, {"rank0": stood(4, True, exit_code=1), "rank1": stood(3, True)}

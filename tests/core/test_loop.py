@@ -24,16 +24,16 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import assemble, loop
-from stratbench.train.beside.beside import Beside, Start
+from stratbench.train.beside.beside import Beside, TrainingStart
 from stratbench.workload.data.device_data import DeviceData
-from stratbench.workload.tasks import Classification, Evaluated, compute_evaluation
+from stratbench.workload.tasks import Classification, EvaluationResult, compute_test_loss_and_score
 
 LATE_S = 0.5
 
 
 @pytest.fixture
 def data(tiny_data) -> DeviceData:
-    return DeviceData.load(tiny_data)
+    return DeviceData.load_prepared_data_set(tiny_data)
 
 
 def network(dropout: float = 0.0) -> torch.nn.Module:
@@ -57,10 +57,10 @@ def train(
     data: DeviceData,
     path: Path,
     *besides: Callable[[Phases], Beside],
-) -> loop.Result:
+) -> loop.TrainingResult:
     folder = RunFolder(path)
     log = PhaseLog(folder.get_phase_log_path(0), 0, 0.0)
-    phases, progress = Phases("cpu", log), loop.Progress(folder)
+    phases, progress = Phases("cpu", log), loop.EpochProgress(folder)
     memory = MemoryMeter(torch.device("cpu"))
     made = [beside(phases) for beside in besides]
     return loop.train(strategy, data, worker, phases, log, memory, progress, made)
@@ -107,7 +107,7 @@ def evaluated_by_all(
     monkeypatch: pytest.MonkeyPatch,
     batch: int,
     calls: list[int],
-) -> tuple[Evaluated, list[int]]:
+) -> tuple[EvaluationResult, list[int]]:
     """What the sums of all workers give, in batches of `batch`; how often each called the model."""
     monkeypatch.setattr(loop, "choose_eval_batch", lambda shape: batch)
     told, rounds = [], []
@@ -117,7 +117,7 @@ def evaluated_by_all(
         calls.clear()
         loop.evaluate_test_set(strategy, data, task, rank, mesh)
         rounds.append(len(calls))
-    return compute_evaluation([sum(each) for each in zip(*told, strict=True)]), rounds
+    return compute_test_loss_and_score([sum(each) for each in zip(*told, strict=True)]), rounds
 
 
 class LeavesOut(Classification):
@@ -207,7 +207,7 @@ def test_nothing_stands_between_the_barrier_and_the_clock(data, tmp_path, monkey
     for owner, name, label in (
         (data, "draw_epoch_tables", "tables"), (loop.gc, "collect", "garbage"),
         (PhaseLog, "write_phase_event", "log"),
-        (loop.Progress, "append_epoch", "progress"), (dist, "barrier", "barrier"),
+        (loop.EpochProgress, "append_epoch", "progress"), (dist, "barrier", "barrier"),
         (StepClock, "begin_epoch", "begin"), (StepClock, "end", "end"),
     ):  # fmt: skip
         note(owner, name, label)
@@ -235,15 +235,15 @@ def late_worker(rank: int, folder: str, tiny_data: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    data = DeviceData.load(tiny_data)
-    ready_s, tables = [], data.draw_epoch_tables
+    data = DeviceData.load_prepared_data_set(tiny_data)
+    ready_s, tables = [], data.draw_order_and_augmentation
 
     def late_tables(*arguments):
         time.sleep(LATE_S * rank)
         ready_s.append(time.perf_counter())
         return tables(*arguments)
 
-    data.draw_epoch_tables = late_tables
+    data.draw_order_and_augmentation = late_tables
     s = settings("ddp", epochs=2)
     worker = Worker(s, rank, 2, 2, torch.device("cpu"), None, [])
     strategy = DDP(DDP.Options())
@@ -310,7 +310,7 @@ def test_a_test_loss_that_is_not_finite_is_divergence(data, tmp_path):
     assert "epoch 1 of 3" in result.reason
     assert result.progress.epoch_results[0]["test_loss"] is None
     assert result.progress.epoch_results[0]["train_loss"] is not None
-    assert loop.Progress(None).epoch_results == []
+    assert loop.EpochProgress(None).epoch_results == []
 
 
 class Noting(Beside):
@@ -319,9 +319,9 @@ class Noting(Beside):
     def __init__(self, every: int) -> None:
         self.every, self.asked, self.told = every, 0, []
 
-    def restore_start(self, clock: StepClock, epochs: list[dict]) -> Start:
+    def restore_start(self, clock: StepClock, epochs: list[dict]) -> TrainingStart:
         self.clock = clock
-        return Start()
+        return TrainingStart()
 
     def find_next_stop(self) -> int:
         self.asked += 1

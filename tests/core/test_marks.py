@@ -74,7 +74,7 @@ def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
 def test_the_members_of_a_family_differ_in_black_and_white():
     """And families by their shapes: no colour is needed to know a strategy."""
     looks = marks.assign_marks_by_strategy((name, name) for name in REGISTRY)
-    assert len({(m.shape, m.fill, m.dash_pattern) for m in looks.values()}) == len(looks)
+    assert len({(m.shape, m.fill, m.line_dash_pattern) for m in looks.values()}) == len(looks)
     assert len({hue.shape for hue in FAMILIES.values()}) == len(FAMILIES)
 
 
@@ -83,8 +83,8 @@ def test_no_dash_is_needed_on_the_page_of_all_cells():
     looks = marks.assign_marks_by_strategy(
         [*((n, n) for n in REGISTRY), ("async-scaled", "ps-async")]
     )
-    assert len({m.standalone_style for m in looks.values()}) == len(looks)
-    assert {m.standalone_style.split()[1] for m in looks.values()} <= set(marks.FILLS)
+    assert len({m.shape_and_filling for m in looks.values()}) == len(looks)
+    assert {m.shape_and_filling.split()[1] for m in looks.values()} <= set(marks.FILLS)
     assert len(set(marks.FILLS.values())) == len(marks.FILLS)
 
 
@@ -118,6 +118,10 @@ def test_a_deleted_extension_leaves_the_marks_of_all_others(monkeypatch, extensi
     gone = load_extensions()[extension].strategies
     left = {name: cls for name, cls in REGISTRY.items() if name not in gone}
     monkeypatch.setattr(marks, "REGISTRY", left)
-    monkeypatch.setattr(marks, "number_family_members", marks.number_family_members.__wrapped__)
+    monkeypatch.setattr(
+        marks,
+        "map_strategies_to_numbers_by_family",
+        marks.map_strategies_to_numbers_by_family.__wrapped__,
+    )
     after = marks.assign_marks_by_strategy((name, name) for name in left)
     assert after == {name: before[name] for name in left}

@@ -18,12 +18,12 @@ from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
 from stratbench.workload.network.models import (
     MODELS,
-    build_for_training,
+    build_model_for_training,
     build_model,
     compute_input_shape,
     has_batchnorm,
     has_dropout,
-    list_wrap_groups,
+    list_shard_groups,
 )
 from stratbench.workload.tasks import Classification
 
@@ -173,7 +173,9 @@ def test_a_token_is_predicted_from_those_before_it() -> None:
 
 
 def test_a_head_that_shares_the_embeddings_weights_still_does_when_placed() -> None:
-    model = build_for_training("gpt-compact", 65, (64,), 0, torch.device("cpu"), torch.float64)
+    model = build_model_for_training(
+        "gpt-compact", 65, (64,), 0, torch.device("cpu"), torch.float64
+    )
     assert model.head.weight is model.embedding.weight
     assert model.head.weight.dtype is torch.float64
     assert parameters(model) == MODELS["gpt-compact"].parameters
@@ -214,7 +216,7 @@ def test_wrap_groups_are_the_families_blocks(
     name: str, groups: int, largest: str, share: float
 ) -> None:
     model = on_meta(name, 10)
-    sizes = {label: parameters(*modules) for label, modules in list_wrap_groups(name, model)}
+    sizes = {label: parameters(*modules) for label, modules in list_shard_groups(name, model)}
     assert len(sizes) == groups
     biggest = max(sizes.values())
     assert largest in [label for label, size in sizes.items() if size == biggest]
@@ -224,7 +226,7 @@ def test_wrap_groups_are_the_families_blocks(
 @pytest.mark.parametrize("name", MODELS)
 def test_wrap_groups_are_disjoint_and_in_forward_order(name: str) -> None:
     model = on_meta(name, 10)
-    groups = list_wrap_groups(name, model)
+    groups = list_shard_groups(name, model)
     owned = [id(p) for _, modules in groups for m in modules for p in m.parameters()]
     assert len(owned) == len(set(owned)), "a parameter is in two groups"
     order: list[str] = []
@@ -317,7 +319,7 @@ def trained_by_two_steps(
                 )
         return model
 
-    model = models.build_for_training(
+    model = models.build_model_for_training(
         name, 10, shape, 0, device, torch.float64, build, checkpointing_mode=checkpointing
     )
     x = torch.randint(10, (4, *shape)) if text else torch.randn(4, *shape, dtype=torch.float64)
@@ -350,7 +352,11 @@ def test_statistics_taken_twice_and_other_random_numbers_are_seen(monkeypatch):
 
     plain = trained_by_two_steps("resnet-compact", False)
     with monkeypatch.context() as m:
-        m.setattr(checkpointing, "_make_contexts", lambda *given: (nullcontext(), nullcontext()))
+        m.setattr(
+            checkpointing,
+            "_make_checkpoint_contexts",
+            lambda *given: (nullcontext(), nullcontext()),
+        )
         assert not equal(plain, trained_by_two_steps("resnet-compact", True))
     forgets = partial(checkpointing.checkpoint, preserve_rng_state=False)
     monkeypatch.setattr(checkpointing, "checkpoint", forgets)

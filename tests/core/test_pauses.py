@@ -28,7 +28,7 @@ from stratbench.telemetry.pauses import Pause, iter_worker_pauses
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS, PhaseLog
 from stratbench.train import agent, forkserver, standing
 from stratbench.train.agent import Exits
-from stratbench.train.ending import Ending
+from stratbench.train.ending import CellEnding
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import build_pauses_entry, is_deadline_over
 from stratbench.train.running.runner import Runner
@@ -217,7 +217,7 @@ def paused(job: Job, **pause: float) -> None:
     phases.write_phase_event("train", "start", at_s=job.origin_s)
     phases.write_phase_event("train", "end", at_s=job.origin_s + 100)
     entry = {"begin_s": 50.0, "length_s": 30.0, "asleep_s": 0.0}
-    job.folder.write_pauses(0, [entry | pause])
+    job.folder.write_pauses_of_workers(0, [entry | pause])
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def paused(job: Job, **pause: float) -> None:
 def test_what_a_pause_has_spoiled_trains_once_more(tmp_path, monkeypatch, status, pause, launches):
     endings = []
 
-    def end(self: Runner, job: Job, cpus: int) -> tuple[Exits, Ending]:
+    def end(self: Runner, job: Job, cpus: int) -> tuple[Exits, CellEnding]:
         paused(job, **pause)
-        endings.append(Ending(status, None))
+        endings.append(CellEnding(status, None))
         return Exits([], False), endings[-1]
 
     monkeypatch.setattr(Runner, "launch_processes", end)
@@ -284,5 +284,7 @@ def test_a_pause_is_no_hang(tmp_path):
         patch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
         assert standing.are_all_workers_hung(job, [worker], 0.0)
         assert not standing.are_all_workers_hung(job, [worker], later_s - 1)
-        standing.write_worker_states(job, 0, [worker], reached_time_limit=False, awake_since_s=later_s - 1)
+        standing.write_worker_states(
+            job, 0, [worker], reached_time_limit=False, awake_since_s=later_s - 1
+        )
     assert not job.folder.read_worker_states()["rank0"]["is_hung"]

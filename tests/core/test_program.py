@@ -77,7 +77,7 @@ def test_every_program_of_a_rule_has_a_main():
     names = set(re.findall(r"[\"(]-m (stratbench\.[\w.]+)", text))
     assert len(names) > 5
     for name in names:
-        assert callable(program.find_main(name)), name
+        assert callable(program.find_main_function(name)), name
 
 
 def test_programs_run_in_turn_up_to_one_that_fails(start):

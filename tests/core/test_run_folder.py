@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     found = RunFolder.from_log_dir(tmp_path)
-    found.create()
+    found.create_empty_folder()
     return found
 
 
@@ -24,24 +24,28 @@ def test_an_empty_folder_holds_nothing(folder):
     assert (
         folder.read_worker_result(0)
         is folder.read_server_statistics(0)
-        is folder.read_endpoint()
+        is folder.read_node0_endpoint()
         is None
     )
-    assert folder.read_worker_results(2) == folder.read_other_load() == {}
-    found = (folder.read_all_server_statistics(2), folder.read_epochs(), folder.list_log_paths())
+    assert folder.read_worker_results(2) == folder.read_load_of_other_processes() == {}
+    found = (
+        folder.read_all_server_statistics(2),
+        folder.read_epoch_results(),
+        folder.list_log_paths(),
+    )
     assert [*found, folder.list_phase_log_paths(), folder.list_sample_paths()] == [[]] * 5
 
 
 def test_what_was_written_is_read(folder):
     folder.write_worker_result(1, {"status": "ok"})
     folder.get_server_statistics_path(1).write_text('{"lost": []}')
-    folder.write_endpoint("n0", 4711)
+    folder.write_node0_endpoint("n0", 4711)
     for node in (0, 1):
-        folder.write_other_load(node, {"load_1m": node})
+        folder.write_load_of_other_processes(node, {"load_1m": node})
     assert folder.read_worker_results(3) == {1: {"status": "ok"}}
     assert folder.read_all_server_statistics(2) == [{"lost": []}]
-    assert folder.read_endpoint() == ("n0", 4711)
-    assert folder.read_other_load() == {"0": {"load_1m": 0}, "1": {"load_1m": 1}}
+    assert folder.read_node0_endpoint() == ("n0", 4711)
+    assert folder.read_load_of_other_processes() == {"0": {"load_1m": 0}, "1": {"load_1m": 1}}
     assert folder.write_job("{}").read_text() == "{}"
 
 
@@ -49,17 +53,17 @@ def test_who_waits_for_the_place_where_all_meet_says_what_is_wrong(folder):
     with pytest.raises(
         TimeoutError, match=r"endpoint\.json.* 0\.1 s.*nodes do not share this folder"
     ):
-        folder.wait_for_endpoint(0.1)
-    folder.write_endpoint("n0", 4711)
-    assert folder.wait_for_endpoint(0.0) == ("n0", 4711)
+        folder.wait_for_node0_endpoint(0.1)
+    folder.write_node0_endpoint("n0", 4711)
+    assert folder.wait_for_node0_endpoint(0.0) == ("n0", 4711)
 
 
 def test_an_epoch_that_is_half_written_is_left_out(folder):
     folder.append_epoch({"epoch": 1})
     folder.append_epoch({"epoch": 2})
-    with folder.epochs_path.open("a") as f:
+    with folder.epoch_results_path.open("a") as f:
         f.write('{"epoch": 3')
-    assert folder.read_epochs() == [{"epoch": 1}, {"epoch": 2}]
+    assert folder.read_epoch_results() == [{"epoch": 1}, {"epoch": 2}]
 
 
 def test_a_file_that_is_not_whole_is_an_error(folder):
@@ -80,12 +84,12 @@ def test_what_an_earlier_run_left_is_gone(folder):
 def test_what_one_node_shares_stays_on_it(tmp_path):
     shared, alone = RunFolder(tmp_path / "shared"), RunFolder(tmp_path / "shared", tmp_path)
     for of in (
-        lambda f: f.store_path,
+        lambda f: f.file_store_path,
         lambda f: f.get_snapshot_dir(False),
         lambda f: f.get_heartbeat_path(0),
     ):
         assert (of(shared).parent, of(alone).parent) == (shared.path, tmp_path)
-    assert alone.secret_path.parent == shared.path
+    assert alone.job_secret_path.parent == shared.path
 
 
 def test_of_a_cell_on_several_nodes_each_keeps_what_no_other_reads(tmp_path):
@@ -115,17 +119,17 @@ def names(in_package: bool) -> Iterator[str]:
     for path in with_number:
         yield r"[\"'/]" + re.escape(path.name).replace("7", r"(\d+|\*|\{[^}\n]*\})") + r"[\"'/]"
     for path in (
-        folder.epochs_path,
-        folder._endpoint_path,
+        folder.epoch_results_path,
+        folder._node0_endpoint_path,
         folder.profile_trace_path,
         Path("job.json"),
     ):
         yield r"[\"'/]" + re.escape(path.name) + r"[\"'/]"
     words = (
-        folder.secret_path,
-        folder.rendezvous_path,
+        folder.job_secret_path,
+        folder.server_rendezvous_path,
         folder.get_snapshot_dir(True),
-        folder.store_path,
+        folder.file_store_path,
     )
     for path in words if in_package else ():
         yield r"/ \"" + re.escape(path.name) + r"\"|\}/" + re.escape(path.name) + r"[\"'/]"

@@ -533,7 +533,7 @@ def layouts(rank: int, world: int, as_view: bool) -> dict[str, Any]:
     for name, memory_format in (
         ("plain", torch.contiguous_format), ("last", torch.channels_last)
     ):  # fmt: skip
-        model = models.build_for_training(
+        model = models.build_model_for_training(
             "resnet-compact", CLASSES, (3, 32, 32), 0, torch.device("cpu"), torch.float64
         )
         strategy = set_up("ddp", rank, world, model=model, gradient_as_bucket_view=as_view)

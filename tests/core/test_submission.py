@@ -64,25 +64,25 @@ def test_pauses_grow_while_slurm_refuses_and_end_with_the_next_success():
     now, pauses = 100.0, []
     for _ in range(6):
         waits.add_refused_job("job", "silence", now)
-        assert waits.is_pausing(now)
-        pauses.append(waits.next_submission_s - now)
-        now = waits.next_submission_s
-        assert not waits.is_pausing(now)
+        assert waits.is_submission_paused(now)
+        pauses.append(waits.next_submission_at_s - now)
+        now = waits.next_submission_at_s
+        assert not waits.is_submission_paused(now)
     assert pauses == [5, 10, 20, 40, 60, 60]
     waits.add_refused_job(
         "another", "silence", now - 1
     )  # refused meanwhile: no longer pause for that
-    assert waits.next_submission_s == now
+    assert waits.next_submission_at_s == now
     waits.end_pause()
-    assert not waits.is_pausing(0.0)
+    assert not waits.is_submission_paused(0.0)
     waits.add_refused_job("job", "silence", now)
-    assert waits.next_submission_s == now + 5
+    assert waits.next_submission_at_s == now + 5
 
 
 def test_silence_ends_after_ten_minutes_and_a_limit_never():
     waits = Postponed()
     waits.add_refused_job("job", "silence", 0.0)
-    assert not waits.has_timed_out(SILENCE_S - 1)
-    assert waits.has_timed_out(SILENCE_S)
+    assert not waits.has_waited_too_long(SILENCE_S - 1)
+    assert waits.has_waited_too_long(SILENCE_S)
     waits.add_refused_job("job", "limit", SILENCE_S)  # SLURM has answered
-    assert not waits.has_timed_out(10 * SILENCE_S)
+    assert not waits.has_waited_too_long(10 * SILENCE_S)

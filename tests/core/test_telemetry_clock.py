@@ -257,7 +257,7 @@ def test_the_hosts_time_is_the_shortest_in_which_it_issued_one_of_an_epochs_firs
     gpu, now
 ):
     clock, on_cpu = StepClock("cuda:1"), StepClock("cpu")
-    assert clock.shortest_issue_ms is None
+    assert clock.shortest_step_issue_ms is None
     # The third waits for room in the device's queue; what lies between two epochs is of no step.
     for steps_ms, shortest_ms in (((9, 6, 3), 6), ((7, 8), 6), ((5,), 5)):
         for each in (clock, on_cpu):
@@ -273,8 +273,8 @@ def test_the_hosts_time_is_the_shortest_in_which_it_issued_one_of_an_epochs_firs
         for each in (clock, on_cpu):
             each.end()
         now.ms += 1
-        assert clock.shortest_issue_ms == shortest_ms
-    assert on_cpu.shortest_issue_ms is None
+        assert clock.shortest_step_issue_ms == shortest_ms
+    assert on_cpu.shortest_step_issue_ms is None
 
 
 @pytest.mark.parametrize(("behind_ms", "most"), [(0, 16), (30, 50), (math.inf, 601)])
@@ -310,7 +310,7 @@ def test_phases_sum_by_name_and_are_logged(now):
     for _ in range(2):
         with phases("eval"):
             now.ms += 250
-    assert phases.as_dict() == {"setup_s": 0.5, "eval_s": 0.5}
+    assert phases.compute_seconds_by_phase() == {"setup_s": 0.5, "eval_s": 0.5}
     assert sink == [("setup", "start"), ("setup", "end")] + [("eval", "start"), ("eval", "end")] * 2
 
 
@@ -325,7 +325,7 @@ def test_a_phase_that_fails_has_no_end_and_its_error_passes(now):
 
     with pytest.raises(KeyError, match="gone"):
         fail()
-    assert phases.as_dict() == {}
+    assert phases.compute_seconds_by_phase() == {}
     assert sink == [("setup", "start")]
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from stratbench.telemetry.flops import count_flops
-from stratbench.workload.known_values import KnownFakes
+from stratbench.workload.known_values import KnownValueFakeMode
 from stratbench.workload.network import models
 from stratbench.workload.torch_internals import make_flop_formulas
 
@@ -140,7 +140,7 @@ def test_grouped_products_of_any_format_are_followed_and_counted():
     """PyTorch's rule for tensors without memory takes bfloat16 alone, and it counts none of them."""
     assert count_flops(Experts, (8, 16))["forward_flops_per_sample"] == 2 * 8 * 16 * 32
     shapes = []
-    for mode in (contextlib.nullcontext(), KnownFakes()):
+    for mode in (contextlib.nullcontext(), KnownValueFakeMode()):
         with mode, FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter:
             model, x = Experts(), torch.randn(8, 16, requires_grad=True)
             made = model(x)

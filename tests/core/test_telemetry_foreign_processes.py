@@ -19,7 +19,7 @@ from stratbench.telemetry.machine import foreign_processes
 from stratbench.telemetry.machine.foreign_processes import (
     ForeignProcessWatch,
     find_other_gpu_users,
-    locate_gpu,
+    identify_gpu,
 )
 from stratbench.telemetry.machine.nvml import Nvml
 
@@ -67,7 +67,7 @@ def noted(tmp_path, *looks: Nvml) -> list[dict[str, Any]] | None:
     for t_s, nvml in enumerate(looks):
         watch._gpus = [nvml.gpus()[1]]
         watch.poll_gpus(float(t_s))
-    watch.write_file()
+    watch.write_foreign_processes()
     return json.loads(out.read_text()) if out.exists() else None
 
 
@@ -128,7 +128,7 @@ def test_who_else_uses_the_gpu_of_a_worker_out_of_memory(
 def test_places_by_number_and_uuid():
     nvml = Nvml(FakeNvml(gpus=2))
     here = {"index": 1, "uuid": UUIDS[1]}
-    assert locate_gpu(nvml, "1") == locate_gpu(nvml, UUIDS[1]) == here
-    assert nvml.find_named_gpu("7") is None
-    assert locate_gpu(nvml, "7") == {"name": "7"}
-    assert locate_gpu(Nvml(SimpleNamespace()), "0") == {"name": "0"}
+    assert identify_gpu(nvml, "1") == identify_gpu(nvml, UUIDS[1]) == here
+    assert nvml.find_gpu_by_name("7") is None
+    assert identify_gpu(nvml, "7") == {"name": "7"}
+    assert identify_gpu(Nvml(SimpleNamespace()), "0") == {"name": "0"}

@@ -145,7 +145,7 @@ def test_an_instance_is_found_by_the_uuid_that_cuda_tells_and_has_no_power_of_it
     ],
 )
 def test_what_a_name_in_cuda_visible_devices_stands_for(name, mig, expected):
-    assert Nvml(FakeNvml(gpus=2, mig=mig)).find_uuid(name) == expected
+    assert Nvml(FakeNvml(gpus=2, mig=mig)).find_gpu_uuid(name) == expected
 
 
 def test_memory_of_this_process(monkeypatch):

@@ -18,7 +18,7 @@ from torch import nn
 from stratbench.telemetry import provenance
 from stratbench.telemetry.git import read_git_state
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.provenance import collect_worker_provenance, hash_state
+from stratbench.telemetry.provenance import collect_worker_provenance, hash_state_dict
 
 
 def test_facts_of_a_cpu_worker_are_there_and_ready_for_json(monkeypatch):
@@ -188,15 +188,15 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 def test_hash_does_not_depend_on_order_layout_or_wrapper():
-    expected = hash_state(weights())
+    expected = hash_state_dict(weights())
     other = weights()
-    assert hash_state({"a": other["a"], "b": other["b"]}) == expected
+    assert hash_state_dict({"a": other["a"], "b": other["b"]}) == expected
     column_major = other["b"].t().contiguous().t()
-    assert hash_state({"a": other["a"], "b": column_major}) == expected
+    assert hash_state_dict({"a": other["a"], "b": column_major}) == expected
     flat = torch.arange(10.0)  # a view into a larger flat buffer
-    assert hash_state({"a": other["a"], "b": flat[:6].view(2, 3)}) == expected
-    assert hash_state({f"module.{name}": t for name, t in other.items()}) == expected
-    assert hash_state({f"_orig_mod.{name}": t for name, t in other.items()}) == expected
+    assert hash_state_dict({"a": other["a"], "b": flat[:6].view(2, 3)}) == expected
+    assert hash_state_dict({f"module.{name}": t for name, t in other.items()}) == expected
+    assert hash_state_dict({f"_orig_mod.{name}": t for name, t in other.items()}) == expected
 
 
 @pytest.mark.parametrize(
@@ -215,14 +215,14 @@ def test_hash_does_not_depend_on_order_layout_or_wrapper():
 def test_hash_changes_with(change):
     changed = weights()
     change(changed)
-    assert hash_state(changed) != hash_state(weights())
+    assert hash_state_dict(changed) != hash_state_dict(weights())
 
 
 def test_hash_takes_bfloat16_and_empty_tensors_and_no_other_entries():
     state = {"half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.empty(0, 4)}
-    assert len(hash_state(state)) == 64
+    assert len(hash_state_dict(state)) == 64
     with pytest.raises(TypeError, match="'extra' of type dict"):
-        hash_state({"extra": {}})
+        hash_state_dict({"extra": {}})
 
 
 def sharded_hash(rank: int, folder: str) -> None:
@@ -231,9 +231,11 @@ def sharded_hash(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 7), nn.BatchNorm1d(7))
-    plain = hash_state(model.state_dict())
+    plain = hash_state_dict(model.state_dict())
     fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
-    Path(folder, f"{rank}.json").write_text(json.dumps([plain, hash_state(model.state_dict())]))
+    Path(folder, f"{rank}.json").write_text(
+        json.dumps([plain, hash_state_dict(model.state_dict())])
+    )
     dist.destroy_process_group()
 
 

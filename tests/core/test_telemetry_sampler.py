@@ -28,7 +28,7 @@ from stratbench.telemetry.sampler import (
     CellProcesses,
     Sampler,
     find_gpus,
-    sample_until,
+    write_samples_until_stop,
 )
 from stratbench.telemetry.timeline import SAMPLE_COLUMNS, read_samples
 
@@ -242,7 +242,7 @@ def sampled_with(
             stop.set()
 
     wake.wait = wait
-    sample_until(
+    write_samples_until_stop(
         stop,
         wake,
         text,
@@ -415,11 +415,11 @@ def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
     us, worker, foreign = os.getpid(), 10**9, 10**9 + 1
     by_process = iter([{us: 5.0, worker: 1.0}, {us: 6.0, worker: 1.5, foreign: 0.4}])
-    monkeypatch.setattr(busy, "_list_own_processes", lambda: {us, worker})
+    monkeypatch.setattr(busy, "_list_related_pids", lambda: {us, worker})
     busy_s = iter([100.0, 102.5])
     monkeypatch.setattr(busy, "time", clock)
-    monkeypatch.setattr(busy, "_read_cpu_times", lambda: next(by_process))
-    monkeypatch.setattr(busy, "_read_busy_seconds", lambda: next(busy_s))
+    monkeypatch.setattr(busy, "_read_cpu_s_by_pid", lambda: next(by_process))
+    monkeypatch.setattr(busy, "_read_busy_cpu_s", lambda: next(busy_s))
     facts = measure_other_load(window_s=2.0)
     # 2.5 s busy, of which 1.5 s ours: the rest counts although only 0.4 s of it is visible.
     assert facts["other_cpu_cores"] == 0.5
@@ -437,11 +437,11 @@ def test_busy_check_sees_a_stranger(tmp_path, monkeypatch):
         until(lambda: sum(psutil.Process(pid).cpu_times()[:2]) > 0.2)
         # Five are named at most, from a tenth of a core: what else this machine does may not push it out,
         # nor leave it too little.
-        cpu_times = busy._read_cpu_times
+        cpu_times = busy._read_cpu_s_by_pid
         weights = {pid: 100, os.getpid(): 1}
         monkeypatch.setattr(
             busy,
-            "_read_cpu_times",
+            "_read_cpu_s_by_pid",
             lambda: {p: weights[p] * s for p, s in cpu_times().items() if p in weights},
         )
         facts = {}

@@ -16,7 +16,7 @@ from stratbench.telemetry.timeline import (
     PhaseLog,
     compute_energy_joules,
     merge_timeline,
-    read_phases,
+    read_phase_intervals,
     read_samples,
 )
 
@@ -48,7 +48,7 @@ def test_phase_log_counts_from_the_origin_and_appends(tmp_path, monkeypatch):
         log = PhaseLog(path, rank=1, origin_s=100.0)
         log.write_phase_event(phase, "start")
         log.write_phase_event(phase, "end")
-    setup, evaluation = read_phases([path])
+    setup, evaluation = read_phase_intervals([path])
     assert (setup.rank, setup.phase, evaluation.phase) == (1, "setup", "eval")
     assert (setup.start_s, setup.end_s) == (100, 100.25)
     assert (evaluation.start_s, evaluation.end_s) == (101, 103.5)
@@ -60,7 +60,7 @@ def test_a_phase_that_never_ended_is_open_and_a_cut_line_is_left_out(tmp_path):
         file.write(
             '{"t_s": 3, "rank": 0, "phase": "train epoch 1", "event": "start"}\n{"t_s": 4, "r'
         )
-    assert [tuple(i) for i in read_phases([path])] == [
+    assert [tuple(i) for i in read_phase_intervals([path])] == [
         (0, "setup", 1, 2),
         (0, "train epoch 1", 3, math.inf),
     ]

@@ -12,7 +12,11 @@ import torch
 
 from stratbench.workload.data import generated, prepared, sources
 from stratbench.workload.data.datasets import DATASETS, describe_data_set
-from stratbench.workload.data.device_data import DeviceData, choose_eval_batch, make_example_batch
+from stratbench.workload.data.device_data import (
+    DeviceData,
+    choose_evaluation_batch_size,
+    make_example_batch,
+)
 from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 
@@ -83,13 +87,13 @@ def test_a_vocabulary_beyond_a_byte_is_kept_whole(tmp_path: Path) -> None:
 
 
 def test_batches_are_tokens_and_their_next_ones(chain: Path) -> None:
-    data = DeviceData.load(chain)
+    data = DeviceData.load_prepared_data_set(chain)
     x, y = data.make_training_batch(torch.tensor([5, 0]))
     assert x.dtype == y.dtype == torch.int64
     assert x.shape == y.shape == (2, 32)
     assert torch.equal(x[:, 1:], y[:, :-1])
     assert torch.equal(data.make_test_batch(10, 20)[0], data.test_inputs[10:20].long())
-    assert data.draw_epoch_tables(0, 0, augment=True).augmentation is None
+    assert data.draw_order_and_augmentation(0, 0, augment=True).augmentation is None
     shown = make_example_batch(
         2, (32,), 12, torch.device("cpu"), torch.float32, torch.contiguous_format
     )
@@ -98,9 +102,9 @@ def test_batches_are_tokens_and_their_next_ones(chain: Path) -> None:
 
 
 def test_long_texts_are_evaluated_a_few_at_once() -> None:
-    assert choose_eval_batch((3, 32, 32)) == 512
-    assert choose_eval_batch((64,)) == 128
-    assert choose_eval_batch((1_000_000,)) == 1
+    assert choose_evaluation_batch_size((3, 32, 32)) == 512
+    assert choose_evaluation_batch_size((64,)) == 128
+    assert choose_evaluation_batch_size((1_000_000,)) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from stratbench.telemetry.heartbeat import MAX_CALLS, Heartbeat, read_shard_grou
 from stratbench.train import ending
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
-from stratbench.train.standing import Standing, find_first_unequal_step
+from stratbench.train.standing import WorkerState, find_first_step_with_unequal_calls
 from stratbench.workload import users_code
 
 #: From its fourth step on rank 1 leaves out a layer of another size: gloo ends the process.
@@ -69,13 +69,13 @@ def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second,
     """As with NCCL, which waits where gloo aborts."""
     stood = {
         f"rank{rank}": vars(
-            Standing(steps, "train", None, 50.0, 0.2, is_hung=True, called_groups=groups)
+            WorkerState(steps, "train", None, 50.0, 0.2, is_hung=True, called_groups=groups)
         )
         for rank, (steps, groups) in enumerate((first, second))
     }
     assert (
-        find_first_unequal_step(
-            {rank: Standing(**entry) for rank, entry in enumerate(stood.values())}
+        find_first_step_with_unequal_calls(
+            {rank: WorkerState(**entry) for rank, entry in enumerate(stood.values())}
         )
         == step
     )
@@ -86,13 +86,13 @@ def test_a_cell_that_hangs_after_other_calls_is_refused(tmp_path, first, second,
         use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0, time_limit_s=10,
     )  # fmt: skip
     job.folder.write_worker_states(0, stood)
-    exits = Exits([ProcessExit(name, None) for name in stood], timed_out=True)
+    exits = Exits([ProcessExit(name, None) for name in stood], reached_time_limit=True)
     found = ending.classify_ending(job, exits)
     if step is None:
         assert found.status == "error"
         assert found.reason.startswith("it hangs: no worker made progress")
     else:
-        assert found == ending.Ending("unsupported", SAID.format(step))
+        assert found == ending.CellEnding("unsupported", SAID.format(step))
 
 
 def test_calls_are_those_of_the_last_step(tmp_path: Path):
@@ -103,7 +103,7 @@ def test_calls_are_those_of_the_last_step(tmp_path: Path):
         heartbeat.record_group_call(group)
     heartbeat.record_step()
     assert read_shard_group_calls(path) == [1, 2, 3]
-    heartbeat.forget_calls()
+    heartbeat.forget_group_calls()
     for _ in range(MAX_CALLS + 5):
         heartbeat.record_group_call(7)
     assert read_shard_group_calls(path) == [7] * MAX_CALLS

@@ -19,10 +19,10 @@ def pending(reason: str, start: str = "N/A") -> JobState:
 def told(states: dict[str, JobState]) -> list[str]:
     """The sentences on jobs that have waited long enough."""
     waiting = WaitingJobs({"12": "results/a/record.json"})
-    assert list(waiting.iter_sentences(states, 0.0)) == []
-    assert list(waiting.iter_sentences(states, PATIENCE_S - 1)) == []
-    sentences = list(waiting.iter_sentences(states, PATIENCE_S))
-    assert list(waiting.iter_sentences(states, 2 * PATIENCE_S)) == []
+    assert list(waiting.iter_wait_explanations(states, 0.0)) == []
+    assert list(waiting.iter_wait_explanations(states, PATIENCE_S - 1)) == []
+    sentences = list(waiting.iter_wait_explanations(states, PATIENCE_S))
+    assert list(waiting.iter_wait_explanations(states, 2 * PATIENCE_S)) == []
     return sentences
 
 
@@ -67,11 +67,11 @@ def test_jobs_with_one_reason_share_a_sentence_and_a_reason_that_changes_begins_
     [sentence] = told({str(n): pending("PartitionDown") for n in range(12, 16)})
     assert "SLURM job 12 (results/a/record.json) and 3 others wait for" in sentence
     waiting = WaitingJobs()
-    assert list(waiting.iter_sentences({"1": pending("PartitionDown")}, 0.0)) == []
-    assert list(waiting.iter_sentences({"1": pending("Priority")}, 60.0)) == []
-    assert list(waiting.iter_sentences({"1": pending("PartitionDown")}, 100.0)) == []
-    assert list(waiting.iter_sentences({"1": pending("PartitionDown")}, 200.0)) == []
-    assert len(list(waiting.iter_sentences({"1": pending("PartitionDown")}, 220.0))) == 1
+    assert list(waiting.iter_wait_explanations({"1": pending("PartitionDown")}, 0.0)) == []
+    assert list(waiting.iter_wait_explanations({"1": pending("Priority")}, 60.0)) == []
+    assert list(waiting.iter_wait_explanations({"1": pending("PartitionDown")}, 100.0)) == []
+    assert list(waiting.iter_wait_explanations({"1": pending("PartitionDown")}, 200.0)) == []
+    assert len(list(waiting.iter_wait_explanations({"1": pending("PartitionDown")}, 220.0))) == 1
 
 
 def test_progress_is_one_line():

@@ -18,7 +18,7 @@ from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.train import forkserver, worker
 from stratbench.train.worker import is_out_of_memory_error
-from stratbench.workload.network.precision import get_effective_dtypes
+from stratbench.workload.network.precision import get_weights_and_compute_dtypes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -123,7 +123,7 @@ def test_a_broken_gpu_is_not_a_full_one(monkeypatch):
 def test_tf32_is_said_only_where_it_is_used(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 0) if capability else torch.device("cpu")
-    assert get_effective_dtypes("tf32", device) == {
+    assert get_weights_and_compute_dtypes("tf32", device) == {
         "weights_dtype": "float32",
         "compute_dtype": expected,
     }

@@ -76,7 +76,7 @@ class Elastic:
 
     def incarnation(self) -> dict[str, Any]:
         """What the last launcher has kept of its members."""
-        incarnations = RunFiles(self.run).list_incarnation_paths()
+        incarnations = RunFiles(self.run).list_member_history_paths()
         return json.loads(incarnations[-1].read_text()) if incarnations else {"generations": []}
 
     def came(self) -> set[int]:

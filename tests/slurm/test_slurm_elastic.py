@@ -64,7 +64,7 @@ def test_cells_whose_own_jobs_are_lost_go_on_and_finish(
         assert found["status"] == "ok", output
         assert found["batch"]["samples_seen"] == 20 * found["batch"]["steps_per_epoch"] * 32
         assert not cell.jobs("RUNNING", "PENDING")
-        assert not cell.run.secret_path.exists()
+        assert not cell.run.job_secret_path.exists()
     assert split.coordinator() == own
     told = records[split]["elastic"]
     assert told["incarnations"] == 2

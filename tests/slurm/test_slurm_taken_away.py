@@ -68,9 +68,9 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
         assert len(lost["tickets"]) <= 1  # none while it evaluates
         here = {cell: cell.wait_for_new(here[cell]) for cell in cells}
 
-        assert split.run.secret_path.stat().st_mode & 0o777 == 0o600
+        assert split.run.job_secret_path.stat().st_mode & 0o777 == 0o600
         shown = slurm.run("scontrol", "show", "job", split.job_of(min(here[split])))
-        assert split.run.secret_path.read_text() not in shown
+        assert split.run.job_secret_path.read_text() not in shown
 
         # Who is preempted leaves, and is submitted anew; the others stay.
         each = slurm.run("squeue", "-h", "-j", split.job_of(min(here[split])), "-o", "%m")

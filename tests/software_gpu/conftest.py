@@ -21,7 +21,7 @@ from stratbench.cell.record import Record
 from stratbench.cell.settings import Settings
 from stratbench.workload.data.prepare import prepare_data_set
 
-if not software_gpu.is_installed():
+if not software_gpu.is_software_gpu_installed():
     raise pytest.UsageError(
         f"{sys.prefix} has no software GPU (tests/software_gpu/README.md): run make test-gpu-path"
     )

@@ -57,7 +57,7 @@ def test_a_cell_is_trained_and_its_record_agrees_with_itself(
         "cuda",
         cell.precision,
     )
-    assert software_gpu.has_trained(record)
+    assert software_gpu.was_trained_on_software_gpu(record)
     used = [worker["provenance"]["gpu"] for worker in record["workers"]]
     assert len({gpu["uuid"] for gpu in used}) == cell.gpus
     assert all(gpu["uuid"] == machine.uuid(gpu["index"]) for gpu in used)

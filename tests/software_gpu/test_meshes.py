@@ -76,7 +76,7 @@ def test_each_rank_holds_and_sends_what_the_plan_says(
     mesh, samples = Mesh(**record["strategy"]["mesh"]), planned.subject.samples_per_step
     assert len(planned.footprint.footprint_per_stage) == mesh.stages
     for worker in record["workers"]:
-        of_rank = planned.footprint.footprint_per_stage[mesh.place(worker["rank"]).stage]
+        of_rank = planned.footprint.footprint_per_stage[mesh.get_coordinate(worker["rank"]).stage]
         peak = of_rank.compute_training_peak(samples, RESIDENT).n_bytes + planned.needs.data_bytes
         held = worker["memory"]["requested_peak_bytes"] - worker["memory"]["cublas_bytes"]
         assert held == pytest.approx(peak, rel=PEAK, abs=PEAK_BYTES), worker["rank"]

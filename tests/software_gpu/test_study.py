@@ -113,7 +113,7 @@ def test_records_have_what_only_gpus_tell(study: Workflow) -> None:
     for path in paths:
         found = record.read_record(path)
         assert found["status"] == "ok"
-        assert software_gpu.has_trained(found)
+        assert software_gpu.was_trained_on_software_gpu(found)
         assert found["energy"]["train_joules"] > 0
         assert 0 < found["compute"]["mfu"] < 1
         for worker in found["workers"]:

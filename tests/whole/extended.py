@@ -80,27 +80,27 @@ def trained(
     s = study.settings(study.cells[0])
     meta = prepare_data_set(dataset, folder / "data", root=folder)
     shape = models.compute_input_shape(model, tuple(meta["shape"]))
-    data = DeviceData.load(folder / "data", CPU, shape, torch.float32)
-    net = models.build_for_training(model, meta["classes"], shape, s.seed, CPU, torch.float32)
+    data = DeviceData.load_prepared_data_set(folder / "data", CPU, shape, torch.float32)
+    net = models.build_model_for_training(model, meta["classes"], shape, s.seed, CPU, torch.float32)
     run_folder = RunFolder(folder)
-    worker = Worker(s, 0, 1, 1, CPU, run_folder, models.list_wrap_groups(model, net))
+    worker = Worker(s, 0, 1, 1, CPU, run_folder, models.list_shard_groups(model, net))
     store = dist.FileStore(str(folder / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     cls = get_strategy_class(name)
     strategy = cls(cls.Options(**s.options))
     strategy.setup(net, worker)
     log = PhaseLog(run_folder.get_phase_log_path(0), 0, 0.0)
-    phases, progress = Phases("cpu", log), loop.Progress(run_folder)
+    phases, progress = Phases("cpu", log), loop.EpochProgress(run_folder)
     return strategy, loop.train(strategy, data, worker, phases, log, MemoryMeter(CPU), progress)
 
 
 def footprint_of(folder: Path, **changes: Any) -> Any:
     """The plan's prediction of the first cell of a study."""
     from stratbench.extensions.plan.footprint.footprint import make_footprint
-    from stratbench.extensions.plan.needs import make_subject
+    from stratbench.extensions.plan.needs import make_cell_to_plan
 
     config, study = load_study(folder, **changes)
-    return make_footprint(make_subject(config, study, study.cells[0]).request)
+    return make_footprint(make_cell_to_plan(config, study, study.cells[0]).request)
 
 
 def analysed(folder: Path, change: Any = None) -> Path:
@@ -166,7 +166,7 @@ def a_model(folder: Path) -> None:
 
     net = models.build_model("plain", 1000, (3, 224, 224))
     assert sum(p.numel() for p in net.parameters()) == models.MODELS["plain"].parameters
-    assert len(models.list_wrap_groups("plain", net)) == 4
+    assert len(models.list_shard_groups("plain", net)) == 4
     planned = footprint_of(folder, models=["plain"], strategies=["fsdp"], gpus=[2])
     assert [kind for kind, _ in planned.collectives].count("reduce_scatter") == 5
     _, result = trained(folder, "fsdp", "plain")
@@ -206,7 +206,7 @@ def a_setting(folder: Path) -> None:
     assert result.status == "ok"
     settings = strategy.worker.settings
     assert settings.clip_value == 1e-6
-    first = models.build_for_training(
+    first = models.build_model_for_training(
         "vgg-compact", 10, (1, 8, 8), settings.seed, CPU, torch.float32
     )
     last = (getattr(p, "full_tensor", lambda p=p: p)() for p in strategy.model.parameters())

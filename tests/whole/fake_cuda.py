@@ -108,7 +108,7 @@ def patches() -> Iterator[Any]:
     yield mock.patch.object(device, "make_host_scalar", fake_scalar)
     yield answers(device.Staging, "_judge", None)  # it looks at what the device found
     # Of a module that is not DistributedDataParallel's.
-    yield answers(ddp, "read_sampled_times", ddp.SampledTimes(0, 0.0, 0.0))
+    yield answers(ddp, "read_sampled_step_times", ddp.SampledTimes(0, 0.0, 0.0))
 
 
 def layouts_of(model: nn.Module, seen: dict[str, str]) -> None:
@@ -151,8 +151,8 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
         assert sorted(left[1:]) == list(range(len(shards)))
         left.clear()
         for start, stop in shards:
-            staging.take_weights(start, stop)
-        staging.deliver_weights()
+            staging.copy_weights_to_device(start, stop)
+        staging.make_stream_wait_for_weights()
 
     channel = mock.create_autospec(client.Channel, instance=True)
     channel.wait_s, channel.moved_bytes = 0.0, [0, 0]
@@ -204,21 +204,21 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
     with ExitStack() as stack:
         for patch in patches():
             stack.enter_context(patch)
-        stack.enter_context(fake.fake_worker_environment(request))
+        stack.enter_context(fake.open_fake_worker_environment(request))
         dtype = get_weights_dtype(precision)
         data = data_on_device(shape, precision)
-        net = models.build_for_training(
+        net = models.build_model_for_training(
             model, CLASSES, shape, s.seed, DEVICE, dtype, build_function=fake.build_fake_model
         )
-        groups = models.list_wrap_groups(model, net)
-        made = fake.make_strategy_on_fakes(request)
-        if request.is_served:
+        groups = models.list_shard_groups(model, net)
+        made = fake.make_strategy_with_substitutes(request)
+        if request.is_worker_of_server:
             made.connect = partial(channel_to_nobody, made)
         worker = Worker(s, 0, workers, workers, DEVICE, RunFolder(Path()), groups)
         seen: dict[str, str] = {}
         layouts_of(net, seen)
         if strategy == "single":  # what a factor refers to: of every strategy the bare model's
-            slowdown.measure_step_s(s, net, shape, CLASSES, DEVICE)
+            slowdown.measure_forward_backward_s(s, net, shape, CLASSES, DEVICE)
         measured = dict(seen)
         fake.set_up_strategy(made, net, worker)
         loop.warm_up(made, data, worker)
@@ -227,7 +227,9 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         if made.kind == "collective":
             losses = loop.train_epoch(made, data, worker, clock, mock.create_autospec(PhaseLog), 0)
         else:
-            order, augmentation = data.draw_epoch_tables(s.seed, 0, s.augment).to_device(DEVICE)
+            order, augmentation = data.draw_order_and_augmentation(s.seed, 0, s.augment).to_device(
+                DEVICE
+            )
             losses = [
                 made.step(*data.make_training_batch(order[which], augmentation))
                 for _, which in made.iter_tickets()

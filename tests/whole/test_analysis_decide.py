@@ -18,8 +18,8 @@ from stratbench.cell.text.words import wrap_lines
 from stratbench.extensions.audit import audit
 from stratbench.extensions.paper import published
 from stratbench.extensions.projection.shown.evidence import ProjectionEvidence
-from stratbench.extensions.projection.shown.projected import read_projection
-from stratbench.extensions.projection.table import Row, write_csv
+from stratbench.extensions.projection.shown.projected import read_projections_by_strategy
+from stratbench.extensions.projection.table import Row, write_projection_csv
 from stratbench.strategies import get_option_defaults, get_strategy_class, get_traits
 from stratbench.study.config.messages import ConfigError
 
@@ -407,7 +407,7 @@ def test_accuracy_may_be_traded_for_time():
     assert any(c.startswith("A worse score allowed: then ps-async") for c in found.changes)
     assert decided(rows, score_tolerance={"accuracy": 3.5}).choice.strategy == "ps-async"
     one, more = (
-        list(Constraints(score_tolerance={"accuracy": n}).iter_sentences()) for n in (1, 1.5)
+        list(Constraints(score_tolerance={"accuracy": n}).iter_constraint_texts()) for n in (1, 1.5)
     )
     assert "accuracy at most 1 point worse than the best" in one
     assert "accuracy at most 1.5 points worse than the best" in more
@@ -471,8 +471,8 @@ def projection(tmp_path, *rows, gpus=256):
         evidence = "steps measured on 1, 2 and 4 workers, by replay on measured links"
         row = replace(row, kind="projected", evidence=evidence, memory_high_bytes=3 * 2.0**30)
         found.append(replace(row, **times, **steps, **shares))
-    write_csv(tmp_path / "projection.csv", found)
-    return read_projection(str(tmp_path / "projection.csv"), gpus)
+    write_projection_csv(tmp_path / "projection.csv", found)
+    return read_projections_by_strategy(str(tmp_path / "projection.csv"), gpus)
 
 
 def decided_on(tmp_path, rows, *projected, **constraints):
@@ -691,7 +691,7 @@ def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
 
 
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
-    cells = published.make_cells_of_version("v2")
+    cells = published.make_cells_from_paper("v2")
     findings = pd.DataFrame(
         audit.audit_cells(cells, floors=published.read_accuracy_floors()),
         columns=list(AUDIT_COLUMNS),
@@ -717,7 +717,7 @@ def test_the_papers_own_tables_give_an_answer_one_can_sign():
 
 
 def test_the_command_writes_the_matrix_and_prints_the_answer(tmp_path, capsys):
-    cells = published.make_cells_of_version("v2")
+    cells = published.make_cells_from_paper("v2")
     cells.to_csv(tmp_path / "cells.csv", index=False)
     audited = ["--cells", str(tmp_path / "cells.csv"), "--out", str(tmp_path / "audit.csv")]
     assert audit.main(audited) == 0

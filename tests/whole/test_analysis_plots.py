@@ -28,11 +28,11 @@ from stratbench.analysis.figures.tradeoffs import (
     PARTS,
     REST,
     draw_tradeoff,
-    find_free_box,
+    find_box_for_name,
 )
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.findings import read_audit_findings
 from stratbench.analysis.records.score import Score
 from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.extensions.audit import audit
@@ -46,7 +46,7 @@ def analysed(root, cells, statuses=None, device="cuda", change=None):
     audit.main([*given, "--out", str(study_dir / "audit.csv")])
     audited = [*given, "--audit", str(study_dir / "audit.csv"), "--out", str(study_dir / "d.csv")]
     decide.main([*audited, "--answers-out", str(study_dir / "answers.json")])
-    findings = read_audit(study_dir / "audit.csv")
+    findings = read_audit_findings(study_dir / "audit.csv")
     summary = build_summary_table(read_cells(study_dir / "cells.csv"), findings)
     summary.to_csv(study_dir / "summary.csv", index=False)
     tables = (study_dir / f"{name}.csv" for name in ("cells", "epochs", "summary"))
@@ -121,7 +121,8 @@ def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, dr
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     chosen = data.choice[0]
     families = {
-        s: marks.FAMILIES[data.marks[s].family].light_theme_colours for s in data.strategies
+        s: marks.FAMILIES[data.marks[s].family].full_and_quiet_light_colours
+        for s in data.strategies
     }
     for name in ("training_time", "speedup"):
         found = draw(data, name)
@@ -259,14 +260,14 @@ def test_scores_that_round_to_one_value_are_drawn_as_one(tmp_path, draw):
 def test_a_name_lies_over_no_point_and_no_other_name():
     page, point = Bbox([[0, 0], [300, 240]]), Bbox([[195, 115], [205, 125]])
     above, below = Bbox([[196, 128], [206, 138]]), Bbox([[150, 100], [250, 112]])
-    free = find_free_box((200, 120), 60, [point], page)
+    free = find_box_for_name((200, 120), 60, [point], page)
     assert (free.x0, free.y0) == (196, 120 + ABOVE - NAME / 2)
     for taken in ([above], [above, below]):
-        found = find_free_box((200, 120), 60, [point, *taken], page)
+        found = find_box_for_name((200, 120), 60, [point, *taken], page)
         assert not any(found.overlaps(other) for other in (point, *taken))
     # At the right edge it stays on the page, and where all is taken it lies somewhere all the same.
-    assert find_free_box((295, 120), 60, [], page).x1 == page.x1
-    found = find_free_box((200, 120), 60, [page], page)
+    assert find_box_for_name((295, 120), 60, [], page).x1 == page.x1
+    found = find_box_for_name((200, 120), 60, [page], page)
     assert Bbox.intersection(found, page).bounds == pytest.approx(found.bounds)
 
 
@@ -301,8 +302,8 @@ def test_points_without_a_result_are_named_below_the_lines(tmp_path, draw):
 
 
 def test_a_list_of_many_cells_without_a_score_is_cut():
-    assert curves.limit_notes(["a"]) == ["a"]
-    many = curves.limit_notes([f"s{i}: missing" for i in range(26)])
+    assert curves.limit_number_of_notes(["a"]) == ["a"]
+    many = curves.limit_number_of_notes([f"s{i}: missing" for i in range(26)])
     assert len(many) == curves.MAX_NOTES
     assert many[-1] == "and 21 more: see the table"
 
@@ -318,7 +319,7 @@ def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
         for name in ("cells", "epochs", "summary")
     }
     variant = data.marks | {long["ddp"]: data.marks["ddp"]}
-    data = plots.FigureData(**renamed, marks=variant, choice=(long["ddp"], 2))
+    data = plots.FigureData(**renamed, marks=variant, chosen_strategy_and_gpus=(long["ddp"], 2))
     for name, count in all_figures(data):
         found = draw(data, name, count)
         assert found.figure.get_figwidth() * 96 == sheet.WIDTH
@@ -338,17 +339,18 @@ def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
 
 def test_names_beside_lines_keep_their_distance():
     wanted = [100.0, 101.0, 102.0, 20.0, 158.0, 160.0]
-    places = axes.spread_positions(wanted, 8, 160, curves.APART)
+    places = axes.spread_overlapping_positions(wanted, 8, 160, curves.APART)
     assert all(b - a >= curves.APART - 1e-9 for a, b in pairwise(sorted(places)))
     assert min(places) >= 8
     assert max(places) <= 160
     assert sorted(wanted, key=lambda w: places[wanted.index(w)]) == sorted(wanted)
-    assert axes.spread_positions([50.0, 50.0], 0, 100, 14) == [43.0, 57.0]
+    assert axes.spread_overlapping_positions([50.0, 50.0], 0, 100, 14) == [43.0, 57.0]
 
 
 def test_however_many_strategies_each_is_named():
     lines = [
-        curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], is_chosen=i == 5) for i in range(60)
+        curves.Curve(f"s{i}", [1.0, 2.0], [1.0, 1.0 + i / 99], is_chosen_strategy=i == 5)
+        for i in range(60)
     ]
     shown = curves.CurveChart(
         lines, {c.strategy: marks.create_mark("other", 0) for c in lines}, "workers"
@@ -373,7 +375,7 @@ def test_only_a_long_name_is_cut_and_in_its_middle():
 
 def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
     row = rows.FigureRow("a", [rows.Point(v, workers_text="1") for v in (1.0, 1.01, 1.02, 5.0)])
-    lanes = list(rows.assign_lanes(row, rows.RowScale((1, 6), True, 200)))
+    lanes = list(rows.assign_lanes_to_points(row, rows.RowScale((1, 6), True, 200)))
     assert lanes == [0, 1, 2, 0]
 
 
@@ -382,8 +384,8 @@ def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
 )  # fmt: skip
 def test_ticks_are_few_round_and_apart(low, high, log):
     with plt.rc_context(sheet.RC):
-        drawn = axes.create_axes(60)
-        axes.set_ticks(drawn.xaxis, axes.compute_limits([low, high], 0.05, log), log, unit="s")
+        drawn = axes.create_figure_axes(60)
+        axes.set_ticks(drawn.xaxis, axes.compute_axis_limits([low, high], 0.05, log), log, unit="s")
         axes.apply_layout(drawn)
         boxes = [t.get_window_extent() for t in drawn.get_xticklabels() if t.get_text()]
     plt.close(drawn.figure)
@@ -443,11 +445,14 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
     """Matplotlib leaves out of pictures what it takes to have no length."""
     own = rows.FigureRow(
         "ddp",
-        [rows.Point(2.0, workers_text=count, is_chosen=True), rows.Point(9.0, workers_text="1")],
+        [
+            rows.Point(2.0, workers_text=count, is_chosen_candidate=True),
+            rows.Point(9.0, workers_text="1"),
+        ],
     )
     shown = rows.RowChart([own], {"ddp": marks.create_mark("replicas", 0)})
     with plt.rc_context(sheet.RC):
-        figure = rows.draw_rows(shown)
+        figure = rows.draw_row_chart(shown)
         at = figure.axes[0].transData.transform
         numbered = [
             (line, t)
@@ -456,14 +461,14 @@ def test_a_mark_with_a_number_is_in_the_picture_too(tmp_path, count):
             if t.value in line.get_xdata() and line.get_zorder() == 5
         ]
         (disc, ring) = [
-            (*at(line.get_xydata()[0]), rows.compute_mark_width_px(t)) for line, t in numbered
+            (*at(line.get_xydata()[0]), rows.compute_point_mark_width_px(t)) for line, t in numbered
         ]
         sheet.save_figure(figure, tmp_path / "f")
     with Image.open(tmp_path / "f.png") as image:
         pixels = np.asarray(image.convert("RGB"))
     full, quiet = (
         tuple(round(255 * part) for part in to_rgb(c))
-        for c in marks.FAMILIES["replicas"].light_theme_colours
+        for c in marks.FAMILIES["replicas"].full_and_quiet_light_colours
     )
     for (middle, bottom, width), colour in ((disc, full), (ring, quiet)):
         x, y = 2 * (middle - width / 2) + 2, pixels.shape[0] - 2 * bottom  # two dots a pixel
@@ -490,7 +495,7 @@ def test_one_svg_serves_both_themes(tmp_path, draw):
 def test_numbers_in_texts_keep_their_digits():
     """Places in the picture need two; a time of 0.819 s is none of 0.81 s."""
     assert (
-        sheet.compact_svg('<text x="1.23456">0.819 s</text> <!-- no -->')
+        sheet.shorten_svg('<text x="1.23456">0.819 s</text> <!-- no -->')
         == '<text x="1.23">0.819 s</text> '
     )
 
@@ -522,7 +527,9 @@ def test_a_light_colour_has_one_dark_counterpart():
     light += [
         pair
         for hue in marks.FAMILIES.values()
-        for pair in zip(hue.light_theme_colours, hue.dark_theme_colours, strict=True)
+        for pair in zip(
+            hue.full_and_quiet_light_colours, hue.full_and_quiet_dark_colours, strict=True
+        )
     ]
     known = {}
     for one, dark in light:
@@ -624,4 +631,7 @@ def test_repeats_without_a_score_are_named_below_the_curves_of_the_others():
             | {"outcome": "3 × OOM", "text": "OOM"},
         ]
     )
-    assert list(measured.iter_missing_value_notes(rows)) == ["fsdp: 2 of 3 div.", "ps-sync: OOM"]
+    assert list(measured.iter_notes_on_missing_values(rows)) == [
+        "fsdp: 2 of 3 div.",
+        "ps-sync: OOM",
+    ]

@@ -28,7 +28,7 @@ from stratbench.extensions.audit import audit
 from stratbench.extensions.audit import section as audit_section
 from stratbench.extensions.paper import against
 from stratbench.extensions.plan.pages import prediction_section
-from stratbench.extensions.projection.table import Row, write_csv
+from stratbench.extensions.projection.table import Row, write_projection_csv
 from stratbench.study.config import config
 
 pytest_plugins = ["browser_fixtures"]
@@ -348,11 +348,11 @@ def test_the_audit_says_which_findings_touch_a_choice():
         findings.assign(severity=["note", "unusable", *["warning"] * 4]), answers
     )
     assert [r["severity"] for r in listed] == ["unusable", *["warning"] * 4, "note"]
-    assert audit_section.make_audit_lead(listed, answers) == (
+    assert audit_section.format_audit_lead(listed, answers) == (
         "These rules concern a choice or its nearest rival: next, of another, on all."
     )
     untouched = [rule for rule in listed if not rule["touches"]]
-    assert audit_section.make_audit_lead(untouched, answers).startswith("No doubtful finding")
+    assert audit_section.format_audit_lead(untouched, answers).startswith("No doubtful finding")
 
 
 def test_mixed_machines_are_pointed_out(tmp_path):
@@ -395,7 +395,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path, page):
         "e,ddp,101,100,1.0,8,8,0.0,5,,,True\ne,ddp,92.5,100,-7.5,8,8,0.0,5,,,False\n"
         "e,ddp,102,100,2.0,8,8,0.0,5,,,\ne,fsdp,3,,,100001,100000,0.0,103,100,3.0,\n"
     )
-    first, second = prediction_section.read_prediction_lines(path)
+    first, second = prediction_section.read_prediction_errors(path)
     assert (first["cells"], first["peak_mib"]) == (3, "median +1.0 %, worst -7.5 %")
     assert (first["states_bytes"], first["sent_bytes"], first["time"]) == ("exact", "", "1 of 2")
     assert (second["peak_mib"], second["sent_bytes"]) == ("", "+3.0 %")
@@ -413,7 +413,7 @@ def test_predictions_are_told_by_strategy_with_their_worst(tmp_path, page):
     assert "median +1.0 %, worst -7.5 %" in " ".join(page.text)
     assert "keeps part of the memory" in " ".join(page.text)
     path.write_text("study,experiment,strategy\n")  # no cell was predicted
-    assert prediction_section.read_prediction_lines(path) == []
+    assert prediction_section.read_prediction_errors(path) == []
 
 
 def test_experiments_stand_in_the_order_of_the_config(tmp_path):
@@ -600,7 +600,7 @@ def test_a_projection_that_was_made_is_a_section_and_says_what_it_lacks(tmp_path
     steps = {"step_low_s": 0.9, "step_s": 1.0, "step_high_s": 1.2}
     ahead = {"kind": "projected", "workers": 8, "rule": "a rule", "evidence": "one count"}
     table = tmp_path / cells[0].study / "projection.csv"
-    write_csv(table, [replace(row, **steps), replace(row, **steps, **ahead)])
+    write_projection_csv(table, [replace(row, **steps), replace(row, **steps, **ahead)])
     text = " ".join(Page(write_page(tmp_path, cells, figures=False).read_text()).text)
     assert "On more workers" in text
     assert "Records were added since" in text  # the one on two workers

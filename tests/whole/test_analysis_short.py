@@ -10,9 +10,9 @@ import pytest
 from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
 
 from stratbench.analysis.decision.claim import format_percentage
-from stratbench.analysis.decision.decide import name_answers
+from stratbench.analysis.decision.decide import list_named_answers
 from stratbench.analysis.decision.short import ShortAnswer, format_duration, format_summary_line
-from stratbench.analysis.report.answer_rows import compute_scale_x, iter_answer_rows
+from stratbench.analysis.report.answer_rows import compute_ratio_position_px, iter_answer_row_values
 
 NOISE = (1.0, 1.01, 0.99, 1.005, 0.995)
 
@@ -159,10 +159,10 @@ def test_a_sure_answer_says_by_how_much_and_which_rival_needs_less_memory():
     assert decision.short_answer.runner_up == "fsdp × 4 takes 40 % longer, with 40 % less memory"
     assert decision.short_answer.memory_note.endswith("fsdp × 4: 40 % less")
     assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer, with" in format_summary_line(
-        name_answers([decision])
+        list_named_answers([decision])
     )
     others = [decision, replace(decision, experiment="other")]
-    assert [name for name, _ in name_answers(others)] == ["vgg16 in e", "vgg16 in other"]
+    assert [name for name, _ in list_named_answers(others)] == ["vgg16 in e", "vgg16 in other"]
 
 
 def test_memory_is_weighed_only_against_rivals_that_are_told_apart():
@@ -231,7 +231,7 @@ def row_of(rows, margin=0.03):
     decision = decided(rows)
     answer = {"short": asdict(decision.short_answer), "confidence": decision.confidence}
     bases = {name: name for name in pd.DataFrame(rows)["strategy"]}
-    [row] = iter_answer_rows([answer], bases, margin)
+    [row] = iter_answer_row_values([answer], bases, margin)
     return row
 
 
@@ -240,7 +240,7 @@ def test_the_nearest_rival_is_drawn_also_where_it_is_far():
     assert len(scale["marks"]) == 2  # the choice and the nearest, at the end of the scale
     assert scale["beyond"] == 2
     assert scale["label"].startswith("fsdp × 4: 5.00×")
-    assert all(line["to"] <= compute_scale_x(3.0) + 12 for line in scale["lines"])
+    assert all(line["to"] <= compute_ratio_position_px(3.0) + 12 for line in scale["lines"])
 
 
 def test_from_twice_the_time_on_a_factor_is_said():
@@ -256,8 +256,12 @@ def test_rivals_stand_at_their_ratios_and_far_ones_are_counted():
     scale = row["scale"]
     assert scale["beyond"] == 1
     assert scale["label"].startswith("zero1 × 4: 1.50× [1.50–1.50]")
-    assert scale["label_x"] == pytest.approx(compute_scale_x(1.5), abs=0.5)
-    assert scale["band"]["x"] < compute_scale_x(1.0) < scale["band"]["x"] + scale["band"]["width"]
+    assert scale["label_x"] == pytest.approx(compute_ratio_position_px(1.5), abs=0.5)
+    assert (
+        scale["band"]["x"]
+        < compute_ratio_position_px(1.0)
+        < scale["band"]["x"] + scale["band"]["width"]
+    )
     assert row["dots"] == 3
     assert row["families"] == ["replicas", "shards"]
 

@@ -140,13 +140,13 @@ def test_a_time_to_the_target_says_how_many_repeats_never_reached_it(tmp_path):
     rows = summary[(summary["measure"] == "time_to_target") & (summary["gpus"] != 2)]
     listed = rows[rows["strategy"] == "ddp"].to_dict("records")
     measure = MEASURES["time_to_target"]
-    assert report.find_clear_best(listed, measure, 0.03) is None
+    assert report.find_clearly_best_row(listed, measure, 0.03) is None
     whole = [row | {"ok": row["cells"]} for row in listed]
-    assert report.find_clear_best(whole, measure, 0.03)["gpus"] == 4
+    assert report.find_clearly_best_row(whole, measure, 0.03)["gpus"] == 4
     copied = [row | {"flags": "unusable: same-value-twice"} for row in whole]
-    assert report.find_clear_best(copied, measure, 0.03) is None
+    assert report.find_clearly_best_row(copied, measure, 0.03) is None
     doubted = [row | {"flags": "doubtful: repeats-uneven"} for row in whole]
-    assert report.find_clear_best(doubted, measure, 0.03)["gpus"] == 4
+    assert report.find_clearly_best_row(doubted, measure, 0.03)["gpus"] == 4
 
 
 def test_servers_hold_back_workers_of_which_the_time_is_known(tmp_path):
@@ -160,7 +160,7 @@ def test_servers_hold_back_workers_of_which_the_time_is_known(tmp_path):
     found, _ = analysed(tmp_path, cells, change=change)
     found["server_wait_s"], found["servers"] = [300.0, 40.0, 40.0], [2, 2, 2]
     found["train_time_s"] = [float("nan"), 100.0, 100.0]
-    (line,) = section.list_server_rows(found)
+    (line,) = section.list_server_report_rows(found)
     assert line["waiting"] == "5.0%"  # 80 s, seen by two servers, of 8 x 100 s
 
 
@@ -181,8 +181,8 @@ def test_a_cell_without_a_result_is_printed_as_such_in_every_table(tmp_path, sta
     assert pick(summary, "speedup", "ddp", 4) == f"n/a (1 worker: {printed})"
     assert pick(summary, "efficiency", "ddp", 2) == f"n/a (1 worker: {printed})"
     assert pd.notna(pick(summary, "speedup_vs_single", "ddp", 4, "value"))
-    lines = tables.build_wide_rows(cells, summary, MEASURES["training_time"])
-    table = tables.build_wide_table(cells, *lines)
+    lines = tables.build_lines_by_worker_count(cells, summary, MEASURES["training_time"])
+    table = tables.build_summary_text_table(cells, *lines)
     assert table.loc[table["strategy"] == "ddp", "1 GPU"].item() == printed
 
 
@@ -258,8 +258,8 @@ def test_every_caption_says_what_a_worker_is(tmp_path):
     assert "different devices" in mixed
     assert "one GPU" in mixed
     assert "CPU process" in mixed
-    lines = tables.build_wide_rows(cpu, summary, MEASURES["memory"])
-    assert "4 CPU processes" in tables.build_wide_table(cpu, *lines).columns
+    lines = tables.build_lines_by_worker_count(cpu, summary, MEASURES["memory"])
+    assert "4 CPU processes" in tables.build_summary_text_table(cpu, *lines).columns
 
 
 def test_a_study_whose_only_cell_timed_out_says_what_it_knows(tmp_path):
@@ -304,7 +304,7 @@ def test_tables_decision_and_claims_go_by_the_same_peak(tmp_path, device, taken)
     assert pick(summary, "memory_reduction", "fsdp", 4, "value") == pytest.approx(ddp / fsdp)
     groups = Repeats(found)
     of_ddp = candidates.build_measured_candidate(groups, next(iter(groups.all)), Constraints())
-    assert of_ddp.memory_bytes == ddp
+    assert of_ddp.peak_memory_bytes == ddp
     (ratio,) = METRICS[MEMORY_RATIO](groups)
     assert ratio.value == pytest.approx(ddp / fsdp)
     # What the paper's VGG16 on 4 GPUs would have printed otherwise: less than its own model states.

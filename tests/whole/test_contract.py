@@ -23,7 +23,7 @@ from stratbench.extensions.audit import audit
 from stratbench.extensions.plan import against_records as against
 from stratbench.extensions.plan.device_rates import CPU_PROCESS_BYTES
 from stratbench.extensions.plan.footprint.footprint import make_footprint
-from stratbench.extensions.plan.needs import compute_subject_data_bytes, make_subject
+from stratbench.extensions.plan.needs import compute_data_bytes_on_device, make_cell_to_plan
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
 from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.strategies.base import Traits
@@ -150,21 +150,24 @@ def findings(trained: Trained) -> list[str]:
 
 def differences(trained: Trained) -> Iterator[str]:
     """In what the record of a cell on CPUs is not what was planned."""
-    s, memory = make_subject(trained.config, trained.study, trained.cell), trained.record["memory"]
+    s, memory = (
+        make_cell_to_plan(trained.config, trained.study, trained.cell),
+        trained.record["memory"],
+    )
     made = footprint_of(s.request)
     if made.model_states_bytes != memory["model_states"]:
         yield f"model states: planned {made.model_states_bytes}, held {memory['model_states']}"
-    planned_bytes = against.compute_sent_bytes_as_recorded(s, made)
+    planned_bytes = against.compute_sent_bytes_per_step_as_recorded(s, made)
     sent_bytes = (trained.record["communication"] or {}).get("sent_bytes_per_step")
     if sent_bytes is not None and sent_bytes != pytest.approx(planned_bytes, rel=1e-6):
         yield f"bytes sent: planned {planned_bytes}, counted {sent_bytes}"
     # Resident memory is that of the tensors, and of what a process holds beside.
     least_bytes = made.compute_training_peak(
         s.samples_per_step
-    ).n_bytes + compute_subject_data_bytes(s)
+    ).n_bytes + compute_data_bytes_on_device(s)
     most_bytes = (
         made.compute_needed_bytes(s.samples_per_step)
-        + compute_subject_data_bytes(s)
+        + compute_data_bytes_on_device(s)
         + CPU_PROCESS_BYTES
     )
     if not least_bytes <= memory["peak_bytes"] <= most_bytes:
@@ -218,7 +221,7 @@ def test_the_plan_follows_what_it_wraps_and_keeps(late, tmp_path):
     def planned(name):
         config, study = study_of(name, tmp_path)
         [cell] = [cell for cell in study.cells if cell.strategy == name]
-        return footprint_of(make_subject(config, study, cell).request)
+        return footprint_of(make_cell_to_plan(config, study, cell).request)
 
     ddp, made = planned("ddp").between_steps_bytes, planned("late").between_steps_bytes
     assert made["optimizer"] == ddp["optimizer"] + ddp["parameters"]

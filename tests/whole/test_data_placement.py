@@ -16,7 +16,7 @@ from process_groups import forking
 from launching import each_strategy, settings, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint.request import compute_batch_buffer_bytes
-from stratbench.extensions.plan.needs import compute_subject_data_bytes
+from stratbench.extensions.plan.needs import compute_data_bytes_on_device
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.strategy import ParameterServer
 from stratbench.extensions.splitting.pipeline import Pipeline
@@ -57,16 +57,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def loaded(folder: Path, where: str) -> DeviceData:
     shape = (1, 16, 16) if folder.name == "digits" else None
-    return DeviceData.load(folder, CPU, shape, data_placement=where)
+    return DeviceData.load_prepared_data_set(folder, CPU, shape, data_placement=where)
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
 def test_every_batch_is_the_same_whatever_was_expected(folders, kind):
     on_device, in_host = (loaded(folders[kind], where) for where in ("device", "host"))
-    assert not on_device.fetches_ahead
+    assert not on_device.fetches_next_batch_early
     rng = torch.Generator().manual_seed(0)
     for epoch in range(2):
-        order, drawn = on_device.draw_epoch_tables(0, epoch, augment=True).to_device(CPU)
+        order, drawn = on_device.draw_order_and_augmentation(0, epoch, augment=True).to_device(CPU)
         steps = order[:64].view(8, 8)
         for i, indices in enumerate(steps):
             expected = on_device.make_training_batch(indices, drawn)
@@ -82,7 +82,7 @@ def test_every_batch_is_the_same_whatever_was_expected(folders, kind):
     ):
         assert torch.equal(a, b)
     # The same samples, augmented by other tables than was expected.
-    _, before = in_host.draw_epoch_tables(0, 0, augment=True).to_device(CPU)
+    _, before = in_host.draw_order_and_augmentation(0, 0, augment=True).to_device(CPU)
     in_host.prefetch(steps[0], before)
     assert torch.equal(
         on_device.make_training_batch(steps[0], drawn)[0],
@@ -118,7 +118,9 @@ def losses_of(name: str, folder: Path, where: str, path: Path, rank: int) -> lis
 
     strategy.step = noted
     log = PhaseLog(run.get_phase_log_path(rank), rank, 0.0)
-    loop.train(strategy, data, worker, Phases(CPU, log), log, MemoryMeter(CPU), loop.Progress(None))
+    loop.train(
+        strategy, data, worker, Phases(CPU, log), log, MemoryMeter(CPU), loop.EpochProgress(None)
+    )
     return torch.stack(found).tolist()
 
 
@@ -302,8 +304,8 @@ def test_the_plan_counts_two_batches_and_names_the_remedy():
         request = SimpleNamespace(is_on_cuda=on_cuda, input_shape=data.shape)
         return SimpleNamespace(settings=s, data=data, samples_per_step=64, request=request)
 
-    whole = compute_subject_data_bytes(subject("device", True))
+    whole = compute_data_bytes_on_device(subject("device", True))
     assert whole > 60_000 * 3 * 32 * 32
-    assert compute_subject_data_bytes(subject("host", True)) == 2 * 64 * sample
+    assert compute_data_bytes_on_device(subject("host", True)) == 2 * 64 * sample
     # On a CPU what is mapped becomes resident.
-    assert compute_subject_data_bytes(subject("host", False)) == whole
+    assert compute_data_bytes_on_device(subject("host", False)) == whole

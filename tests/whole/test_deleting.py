@@ -25,7 +25,7 @@ from stratbench.cell.extensions import load_extensions  # noqa: E402
 from stratbench.cell.run_folder import RunFolder  # noqa: E402
 from stratbench.cell.settings import Settings  # noqa: E402
 from stratbench.train.job import Job  # noqa: E402
-from stratbench.workload.data.prepared import read_verified_meta  # noqa: E402
+from stratbench.workload.data.prepared import read_verified_metadata  # noqa: E402
 
 
 def all_imports() -> dict[str, set[str]]:
@@ -285,7 +285,7 @@ def test_the_record_of_a_plain_cell_is_the_same_without_extensions(start_cell, t
     trained["provenance"]["git"] = {}
     job = Job(
         cell=launched.cell, settings=Settings.from_recorded_values(trained["settings"]), data_dir=tiny_data,
-        data=read_verified_meta(tiny_data), folder=RunFolder.from_log_dir(launched.logs),
+        data=read_verified_metadata(tiny_data), folder=RunFolder.from_log_dir(launched.logs),
         workers_per_node=2, use_cuda=False, threads=1, origin_unix_s=0.0, origin_s=0.0,
         time_limit_s=None,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.train.inputs import check_prepared_data
@@ -84,7 +84,7 @@ def test_floats_stay_floats_and_are_normalised(tmp_path, my_data):
     assert arrays["train_inputs"].dtype == np.float32
     values = arrays["train_inputs"].astype(float)
     assert meta["std"] == pytest.approx(values.std((0, 2, 3)))
-    images, _ = DeviceData.load(tmp_path / "out").make_test_batch(0, 6)
+    images, _ = DeviceData.load_prepared_data_set(tmp_path / "out").make_test_batch(0, 6)
     whole = values.transpose(1, 0, 2, 3).reshape(3, -1)
     expected = (values[:6] - whole.mean(1)[:, None, None]) / whole.std(1)[:, None, None]
     assert images.numpy() == pytest.approx(expected, abs=1e-5)
@@ -103,7 +103,7 @@ def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkey
     assert (meta["values"], meta["classes"]) == (True, each)
     assert (arrays["train_targets"] == y.reshape(6, each)).all()
     for dtype in (torch.float32, torch.float64):
-        data = DeviceData.load(tmp_path / "out", dtype=dtype)
+        data = DeviceData.load_prepared_data_set(tmp_path / "out", dtype=dtype)
         _, targets = data.make_training_batch(torch.arange(4))
         assert (targets.dtype, list(targets.shape)) == (dtype, [4, each])
 
@@ -166,7 +166,7 @@ def test_what_a_call_may_not_return_is_told_in_one_sentence(what):
     returned, sequence, sentence = MISTAKES[what]
 
     def read() -> None:
-        source = own_arrays.open_arrays("data set 'mine' (a.b)", returned, sequence).source
+        source = own_arrays.open_returned_arrays("data set 'mine' (a.b)", returned, sequence).source
         list(source.train.chunks)
 
     with pytest.raises(DataError) as error:
@@ -341,8 +341,8 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
     known = tmp_path / "known.json"
 
     def identity(place: str = "p") -> str:
-        said = own_data.read_own_data("mine", {"images": str(tmp_path / place)})
-        return said.compute_identity(hash_cache=known)["sha256"]
+        said = own_data.read_own_data_specification("mine", {"images": str(tmp_path / place)})
+        return said.compute_data_set_identity(hash_cache=known)["sha256"]
 
     first = identity()
     with monkeypatch.context() as patched:
@@ -362,7 +362,7 @@ def test_files_are_hashed_again_only_where_one_is_not_as_it_was(tmp_path, monkey
 def test_a_change_between_start_and_preparing_is_told(tmp_path):
     (tmp_path / "t.txt").write_text("to be or not to be " * 20)
     spec = {"text": str(tmp_path / "t.txt"), "sequence": 4}
-    identity = own_data.read_own_data("mine", spec).compute_identity()
+    identity = own_data.read_own_data_specification("mine", spec).compute_data_set_identity()
     environment = own_data.format_data_paths_for_jobs({"mine": spec})
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(own_data.PLACES_VARIABLE, environment)
@@ -413,7 +413,10 @@ def test_what_a_config_says_wrongly_ends_in_one_message(tmp_path):
         ({"text": text, "sise": 8}, "unknown key 'sise'. Did you mean 'size'?"),
         ({"text": text}, "vgg-compact takes images, but the data set has texts"),
         ({"call": "a.b", "sequence": 4}, "vgg-compact takes images, but the data set has texts"),
-        ({"source": "synthetic", "images": folder}, "the key 'images' is unknown; use keys among source, "),
+        (
+            {"source": "synthetic", "images": folder},
+            "the key 'images' is unknown; use keys among source, ",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             study_of(tmp_path, spec)
@@ -431,7 +434,7 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     config, study = study_of(tmp_path, spec, global_batch=64)
     [cell] = study.cells
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
-        make_subject(config, study, cell)
+        make_cell_to_plan(config, study, cell)
     identity = study.settings(cell).data_spec
     assert identity == study.data_specs()["mine"]
     prepare_data_set("mine", tmp_path / "results/data/mine", spec=identity)
@@ -443,7 +446,7 @@ def test_once_prepared_the_config_is_held_to_the_data(tmp_path, my_data):
     ):
         study_of(tmp_path, spec, global_batch=64)
     config, study = study_of(tmp_path, spec)
-    assert make_subject(config, study, cell).data.shape == (3, 17, 16)
+    assert make_cell_to_plan(config, study, cell).data.shape == (3, 17, 16)
     # Changed code is other data.
     (tmp_path / f"{my_data}.py").write_text(CODE + "\n# changed\n")
     _, changed = study_of(tmp_path, spec)

@@ -16,15 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.settings import Settings
-from stratbench.extensions.plan.check import try_to_make_footprint
-from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.check import make_footprint_or_error
+from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.telemetry.flops import count_flops
 from stratbench.workload import tasks, users_code
 from stratbench.workload.network import models, own, sharding
 from stratbench.workload.network.own import OwnModel
-from stratbench.workload.network.trial import take_trial
+from stratbench.workload.network.trial import run_trial_steps
 from stratbench.workload.users_code import ModelError
 
 CPU = torch.device("cpu")
@@ -126,9 +126,9 @@ def trained_as(
 ) -> nn.Module:
     said = {"call": call, "kwargs": {}, "wrap_classes": None} | spec
     model = models.make_model_metadata("mine", said)
-    net = models.build_for_training(model, classes, shape, 0, CPU, torch.float32)
-    groups = models.list_wrap_groups(model, net)
-    models.take_model_trial(model, net, classes, shape, groups, TASK, torch.float32)
+    net = models.build_model_for_training(model, classes, shape, 0, CPU, torch.float32)
+    groups = models.list_shard_groups(model, net)
+    models.run_model_trial(model, net, classes, shape, groups, TASK, torch.float32)
     return net
 
 
@@ -146,17 +146,17 @@ def test_what_follows_from_the_data_is_filled_in_by_name(nets):
 
 
 def test_placeholders_stand_anywhere_in_kwargs():
-    facts = own.compute_data_values(65, (12,))
+    facts = own.collect_data_values(65, (12,))
     value = {"sizes": ["$vocabulary", {"length": "$sequence"}], "name": "plain"}
-    assert own.fill_data_values(value, facts) == {"sizes": [65, {"length": 12}], "name": "plain"}
-    assert own.compute_data_values(10, (3, 8, 6))["size"] == [8, 6]
+    assert own.insert_data_values(value, facts) == {"sizes": [65, {"length": 12}], "name": "plain"}
+    assert own.collect_data_values(10, (3, 8, 6))["size"] == [8, 6]
 
 
 def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
     for call in ("torchvision.models.resnet18", "torchvision.models:resnet18"):
         model = models.make_model_metadata("r", {"call": call, "kwargs": {}, "wrap_classes": None})
         assert models.compute_input_shape(model, (1, 8, 8)) == (3, 32, 32)
-    net = models.build_for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
+    net = models.build_model_for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
     with pytest.raises(ValueError, match="r takes images, but the data set has texts"):
         models.compute_input_shape(model, (64,))
@@ -191,8 +191,8 @@ def test_a_network_of_torchvision_works_by_its_name_alone(name):
     shape = models.compute_input_shape(model, (1, 28, 28))
     with FakeTensorMode(allow_non_fake_inputs=True):
         net = models.build_fake_model(model, 10, shape).train()
-        groups = models.list_wrap_groups(model, net)
-        found = models.take_model_trial(model, net, 10, shape, groups, TASK, torch.float32)
+        groups = models.list_shard_groups(model, net)
+        found = models.run_model_trial(model, net, 10, shape, groups, TASK, torch.float32)
     assert found.parameters_read_before_call == found.parameters_read_after_calls == ()
     # Of some, all outputs but one are for training at other sizes.
     assert found.parameters_without_gradient == (), found.parameters_without_gradient
@@ -254,7 +254,7 @@ def test_an_error_of_the_users_code_is_the_plans_sentence(tmp_path, monkeypatch,
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": f"{name}.Net"}, tmp_path)
-    sentence = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
+    sentence = make_footprint_or_error(make_cell_to_plan(config, study, study.cells[0]).request)
     assert sentence.startswith(f"model 'mine' ({name}.Net): importing {name} raised "), sentence
 
 
@@ -272,7 +272,7 @@ def test_a_network_that_asks_for_values_is_not_predicted_and_the_plan_says_why(
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     config, study = study_of({"call": "asking.Net"}, tmp_path)
-    sentence = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
+    sentence = make_footprint_or_error(make_cell_to_plan(config, study, study.cells[0]).request)
     assert sentence == "its forward reads values of tensors, and a prediction has none"
 
 
@@ -339,7 +339,7 @@ def test_a_buffer_that_forward_only_reads_is_not_said_to_be_written():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x * self.scale)
 
-    found = take_trial("it", Scaled(), torch.zeros(2, 3), torch.tensor([0, 1]), [2, 2])
+    found = run_trial_steps("it", Scaled(), torch.zeros(2, 3), torch.tensor([0, 1]), [2, 2])
     assert found.written_buffers == ()
 
 
@@ -368,15 +368,15 @@ def test_the_settings_follow_the_content_of_the_code_and_not_its_place(tmp_path)
 def test_code_that_changes_after_the_start_of_a_run_is_not_trained(nets, tmp_path):
     call = f"{nets}.Named"
     spec = first_settings({"call": call}, tmp_path).own_model
-    users_code.check_code_unchanged("mine", spec)
+    users_code.check_user_code_unchanged("mine", spec)
     (tmp_path / f"{nets}.py").write_text(NETS + "\n")
     with pytest.raises(ModelError, match="its code has changed"):
-        users_code.check_code_unchanged("mine", spec)
+        users_code.check_user_code_unchanged("mine", spec)
 
 
 def test_an_installed_package_counts_by_its_version():
     _, study = study_of({"call": "torchvision.models.alexnet"})
-    found = study.get_own_model("mine")
+    found = study.get_own_model_specification("mine")
     assert found["sha256"] is None
     assert found["version"] == metadata.version("torchvision")
 
@@ -395,7 +395,7 @@ def test_built_in_models_have_no_such_setting_and_others_keep_theirs_through_jso
 
 def test_a_network_that_reads_values_while_it_is_built_is_planned_all_the_same(nets, tmp_path):
     config, study = study_of({"call": f"{nets}.Depths"}, tmp_path)
-    footprint = try_to_make_footprint(make_subject(config, study, study.cells[0]).request)
+    footprint = make_footprint_or_error(make_cell_to_plan(config, study, study.cells[0]).request)
     assert footprint.model_states_bytes["parameters_bytes"] == 4 * 650
     model = models.get_model(study.settings(study.cells[0]))
     build = lambda: models.build_fake_model(model, 10, (1, 8, 8))  # noqa: E731
@@ -432,11 +432,11 @@ def labels(groups: sharding.Groups) -> list[str]:
 
 def test_by_size_holders_are_divided_and_what_shares_a_weight_stays_with_the_root():
     net = nn.Sequential(nn.ModuleList(Unit(8) for _ in range(24)), nn.Linear(8, 8))
-    groups = sharding.group_by_size(net)
+    groups = sharding.group_modules_by_size(net)
     assert len(groups) == 9  # of 25 equal parts by threes, and the head
     assert labels(groups)[:2] == ["0.0", "0.3"]
     net[0][3].inner.weight = net[1].weight
-    groups = sharding.group_by_size(net)
+    groups = sharding.group_modules_by_size(net)
     grouped = {p for _, ms in groups for m in ms for p in m.parameters()}
     assert net[1].weight not in grouped
     assert net[0][3].inner.bias not in grouped
@@ -446,17 +446,22 @@ def test_by_size_holders_are_divided_and_what_shares_a_weight_stays_with_the_roo
 def test_by_size_what_pytorch_reads_from_outside_is_not_divided():
     attention = nn.MultiheadAttention(8, 2)
     net = nn.Sequential(attention, nn.Linear(8, 1))
-    assert labels(sharding.group_by_size(net)) == ["0", "1"]
+    assert labels(sharding.group_modules_by_size(net)) == ["0", "1"]
 
 
 def test_by_class_the_outermost_instances_and_an_unknown_class_is_told():
     net = nn.Sequential(nn.Sequential(Unit(4), nn.Linear(4, 4)), Unit(4))
     said = OwnModel("mine", "a.B", {}, ["Unit", "Linear"])
-    assert labels(sharding.group_by_class(net, ["Unit", "Linear"], said)) == ["0.0", "0.1", "1"]
+    assert labels(sharding.group_modules_by_class(net, ["Unit", "Linear"], said)) == [
+        "0.0",
+        "0.1",
+        "1",
+    ]
     with pytest.raises(
-        ModelError, match="wrap_classes names 'Blok', but no module of the model has this class; use"
+        ModelError,
+        match="wrap_classes names 'Blok', but no module of the model has this class; use",
     ):
-        sharding.group_by_class(net, ["Blok"], said)
+        sharding.group_modules_by_class(net, ["Blok"], said)
 
 
 @pytest.mark.parametrize(
@@ -519,11 +524,11 @@ def test_an_upgrade_of_what_a_users_file_imports_is_another_code(tmp_path, monke
     found = users_code.compute_code_fingerprint("my_net.Net", [tmp_path])
     names = {"jinja2": "jinja2", "jsonschema": "jsonschema", "yaml": "PyYAML"}
     assert found["version"] == ", ".join(f"{n} {metadata.version(d)}" for n, d in names.items())
-    users_code._find_version.cache_clear()
+    users_code._find_package_version.cache_clear()
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda d: "9" if d == "jinja2" else real(d))
     upgraded = users_code.compute_code_fingerprint("my_net.Net", [tmp_path])
-    users_code._find_version.cache_clear()
+    users_code._find_package_version.cache_clear()
     assert upgraded["version"] == found["version"].replace(real("jinja2"), "9")
     assert upgraded["sha256"] == found["sha256"]
 

@@ -21,7 +21,7 @@ SMALL_NODES = "gpu*|node1|16|24000|gpu:4|infinite\ngpu*|node2|16|24000|gpu:4|inf
 
 
 def test_the_projects_own_config_is_valid():
-    yaml_traps.check_duplicate_keys(ROOT / "config.yaml")
+    yaml_traps.check_duplicate_yaml_keys(ROOT / "config.yaml")
     given = yaml.safe_load((ROOT / "config.yaml").read_text())
     for name in given["studies"]:
         _, found = config.load_config(given | {"study": name})

@@ -26,7 +26,7 @@ from stratbench.cell.record import SCHEMA_PATH  # noqa: E402
 from stratbench.strategies import REGISTRY, get_strategy_class  # noqa: E402
 from stratbench.study.config.schema import (  # noqa: E402
     build_config_schema,
-    check_structure,
+    check_config_structure,
     parse_texts_by_schema,
 )
 
@@ -182,7 +182,7 @@ def test_every_key_of_a_block_is_in_its_example():
 
 def test_the_example_of_every_key_is_valid():
     raw = yaml.safe_load(config_tables.EXAMPLES.read_text(encoding="utf-8"))
-    check_structure(parse_texts_by_schema(raw, build_config_schema()))
+    check_config_structure(parse_texts_by_schema(raw, build_config_schema()))
 
 
 def test_every_strategy_is_on_one_page_and_its_example_is_valid():

@@ -100,9 +100,9 @@ def trained(
 
 def serve_on_thread(s, folder: Path) -> None:
     run_folder = RunFolder(folder)
-    write_secret(run_folder.secret_path, make_secret())
+    write_secret(run_folder.job_secret_path, make_secret())
     [config] = make_server_configs(s, STEPS * BATCH, run_folder, None)
-    arguments = (config, load_secret(run_folder.secret_path))
+    arguments = (config, load_secret(run_folder.job_secret_path))
     threading.Thread(target=run_server, args=arguments, daemon=True).start()
 
 
@@ -291,7 +291,7 @@ def test_any_optimizers_state_comes_back_wherever_it_was(kind):
     expected = step()
     for spoil in (step, get_optimizer_state(optimizer).clear, lambda: None):
         spoil()
-        saved.put_back(weights, optimizer, [])
+        saved.restore_into(weights, optimizer, [])
         assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
 
 
@@ -304,11 +304,11 @@ def test_state_is_put_back_where_it_lies():
     momentum = optimizer.state[weight]["momentum_buffer"]
     saved = SavedState([weight], optimizer, [])
     optimizer.step()
-    saved.put_back([weight], optimizer, [])
+    saved.restore_into([weight], optimizer, [])
     assert optimizer.state[weight]["momentum_buffer"] is momentum
     assert bool((momentum == 1).all())
     optimizer.state.clear()
-    saved.put_back([weight], optimizer, [])
+    saved.restore_into([weight], optimizer, [])
     assert optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
 
 
@@ -326,4 +326,4 @@ def test_extra_state_that_grows_is_refused():
     extra = [torch.zeros(2)]
     saved = SavedState([], None, extra)
     with pytest.raises(ValueError, match="1 entries at the save and 2 at the restore"):
-        saved.put_back([], None, [*extra, torch.zeros(2)])
+        saved.restore_into([], None, [*extra, torch.zeros(2)])

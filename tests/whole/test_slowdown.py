@@ -70,7 +70,7 @@ def slowed(name: str, **changes: Any) -> Settings:
     return settings(name, gpus=1, per_worker_batch=16, slowdown=block, **changes)
 
 
-def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.Result:
+def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.TrainingResult:
     """What a worker process does, on its own; then a few steps as for a profile."""
     folder = RunFolder(path)
     cls = get_strategy_class(s.strategy)
@@ -78,16 +78,16 @@ def train(s: Settings, model: nn.Module, data: DeviceData, path: Path) -> loop.R
     server = None
     if strategy.kind == "server":
         secret = make_secret()
-        write_secret(folder.secret_path, secret)
+        write_secret(folder.job_secret_path, secret)
         [config] = make_server_configs(s, data.train_samples, folder, None)
         server = Served(config, secret)
     slow = Slowdown.from_settings(s, 0, model, SHAPE, 3, CPU)
-    worker = Worker(s, 0, 1, 1, CPU, folder, [], slow.wait)
+    worker = Worker(s, 0, 1, 1, CPU, folder, [], slow.sleep_before_backward)
     strategy.setup(model, worker)
     log = PhaseLog(folder.get_phase_log_path(0), 0, 0.0)
     run = import_attribute(strategy.loop) if strategy.loop else loop.train
     result = run(
-        strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.Progress(None)
+        strategy, data, worker, Phases("cpu", log), log, MemoryMeter(CPU), loop.EpochProgress(None)
     )
     record_profiler_trace(strategy, data, worker, None)
     strategy.close()
@@ -115,7 +115,7 @@ def test_a_slowed_worker_is_as_slow_as_the_study_says(
     )
     monkeypatch.setattr(slowdown, "time", now)
     s = slowed(name)
-    result = train(s, network(first, 8), DeviceData.load(tiny_data), tmp_path)
+    result = train(s, network(first, 8), DeviceData.load_prepared_data_set(tiny_data), tmp_path)
     samples = get_strategy_class(name).samples_per_step(s)
     assert samples == (4 if name == SPLITS else 16)
     assert set(first.batches) == {samples}
@@ -143,7 +143,7 @@ def test_no_garbage_is_left_for_a_served_workers_clock(tmp_path, tiny_data, monk
 
         monkeypatch.setattr(owner, name, noted)
     s = settings("ps-async", gpus=1, per_worker_batch=16)
-    train(s, network(nn.Identity(), 8), DeviceData.load(tiny_data), tmp_path)
+    train(s, network(nn.Identity(), 8), DeviceData.load_prepared_data_set(tiny_data), tmp_path)
     assert did[: did.index("begin_epoch") + 1][-3:] == [
         "draw_epoch_tables",
         "freeze",
@@ -157,7 +157,7 @@ def test_a_step_in_parts_is_slowed_by_the_whole_of_it(monkeypatch):
     now = SimpleNamespace(perf_counter=lambda: PER_SAMPLE_S * sum(first.batches))
     monkeypatch.setattr(slowdown, "time", now)
     s = settings("single", gpus=1, per_worker_batch=16, gradient_accumulation_steps=4)
-    step_s = slowdown.measure_step_s(s, network(first, 8), SHAPE, 3, CPU)
+    step_s = slowdown.measure_forward_backward_s(s, network(first, 8), SHAPE, 3, CPU)
     assert set(first.batches) == {4}
     assert step_s == pytest.approx(16 * PER_SAMPLE_S)
 
@@ -181,14 +181,14 @@ def naps(monkeypatch) -> list[float]:
 def test_a_factor_adds_what_is_missing(naps):
     slow = Slowdown(0.1, factor=3.0, sigma=0.0, seed=0, device=torch.device("cpu"))
     for _ in range(4):
-        slow.wait()
+        slow.sleep_before_backward()
     assert naps == pytest.approx([0.2] * 4)
     assert slow.summarize_delays()["mean_factor"] == 3.0
 
 
 def test_nobody_is_slowed_without_a_factor(naps):
     slow = Slowdown(0.1, factor=1.0, sigma=0.0, seed=0, device=torch.device("cpu"))
-    slow.wait()
+    slow.sleep_before_backward()
     assert naps == []
 
 
@@ -196,7 +196,7 @@ def test_random_factors_are_seeded_and_never_below_one(naps):
     def drawn(seed: int) -> list[float]:
         slow = Slowdown(0.1, factor=1.0, sigma=0.5, seed=seed, device=torch.device("cpu"))
         for _ in range(200):
-            slow.wait()
+            slow.sleep_before_backward()
         return slow.factors
 
     assert drawn(1) == drawn(1) != drawn(2)

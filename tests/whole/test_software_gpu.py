@@ -12,7 +12,7 @@ import pytest
 from synthetic_files import Files
 from test_analysis_report import Page, write_page
 
-from stratbench.analysis.figures.timelines import read_timeline
+from stratbench.analysis.figures.timelines import read_cell_timeline
 from stratbench.cell import software_gpu
 from stratbench.extensions.sets.archive import SetError
 from stratbench.extensions.sets.bundle import write_bundle
@@ -48,17 +48,17 @@ def only_ddp(mark):
 @pytest.mark.parametrize("status", ["ok", "oom", "timeout", "diverged"])
 def test_a_record_says_itself_that_it_is_no_measurement(status):
     record = fixture.make_record(CELLS[1], status)
-    assert not software_gpu.has_trained(record)
-    assert software_gpu.has_trained(told_by_launcher(None, record))
+    assert not software_gpu.was_trained_on_software_gpu(record)
+    assert software_gpu.was_trained_on_software_gpu(told_by_launcher(None, record))
     worker = fixture.make_record(CELLS[1], "ok")
-    assert software_gpu.has_trained(told_by_uuid(None, worker))
+    assert software_gpu.was_trained_on_software_gpu(told_by_uuid(None, worker))
 
 
 def test_an_environment_has_it_where_its_libraries_are(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.prefix", str(tmp_path))
-    assert not software_gpu.is_installed()
+    assert not software_gpu.is_software_gpu_installed()
     (tmp_path / software_gpu.FOLDER).mkdir()
-    assert software_gpu.is_installed()
+    assert software_gpu.is_software_gpu_installed()
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_its_records_are_used_nowhere_and_the_others_are(tmp_path, mark):
     drawn = [
         row["strategy"]
         for _, row in cells.iterrows()
-        if read_timeline(folder.parent, row) is not None
+        if read_cell_timeline(folder.parent, row) is not None
     ]
     assert set(drawn) == {"single", "ps-async"}
     assert "ddp" not in set(pd.read_csv(folder / "audit.csv")["strategy"])
@@ -111,7 +111,7 @@ def test_no_bundle_takes_one_and_none_that_has_one_is_read(tmp_path):
 def test_a_bundle_that_somebody_made_by_hand_is_refused(tmp_path, monkeypatch):
     folder = fixture.write_study(tmp_path, CELLS[:2], change=lambda c, r: told_by_launcher(c, r))
     with monkeypatch.context() as patch:
-        patch.setattr(software_gpu, "has_trained", lambda found: False)
+        patch.setattr(software_gpu, "was_trained_on_software_gpu", lambda found: False)
         forged, _ = write_bundle(folder, {}, out=tmp_path / "forged.stratbench.zip")
     assert zipfile.is_zipfile(forged)
     with pytest.raises(SetError, match=r"record.json was trained on the software GPU"):

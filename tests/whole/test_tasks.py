@@ -22,7 +22,7 @@ from stratbench.analysis.figures.figure_data import build_figure_data
 from stratbench.analysis.figures.plots import draw_figure, iter_figure_names
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS, read_cells, read_epochs
-from stratbench.analysis.records.measures import list_measures
+from stratbench.analysis.records.measures import map_measures_by_name
 from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import build_summary_table
@@ -60,7 +60,7 @@ def test_batches_add_up_to_the_score_of_the_whole_test_set(name, parts):
         tasks.compute_batch_sums(task, x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
-    loss, score, error, left_out = tasks.compute_evaluation(sums.tolist())
+    loss, score, error, left_out = tasks.compute_test_loss_and_score(sums.tolist())
     assert left_out == 0
     flat = outputs.double().flatten(0, -2), targets.flatten()
     expected = torch.nn.functional.cross_entropy(*flat)
@@ -247,7 +247,7 @@ def checked(call: str) -> tasks.Task:
 def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
     task = checked(f"{own_tasks}:Top3")
     sums = tasks.compute_batch_sums(task, torch.eye(5), torch.arange(5))
-    assert tasks.compute_evaluation(sums.tolist())[1:] == (1.0, 0.0, 0)
+    assert tasks.compute_test_loss_and_score(sums.tolist())[1:] == (1.0, 0.0, 0)
     facts = tasks.describe_task(task, "mine", 10, (1, 8, 8), 1.2)
     assert (facts["score"], facts["guess"], facts["least_loss"]) == ("top-3 accuracy", None, None)
 
@@ -269,7 +269,10 @@ def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
         ("OneNumber", r"a tensor \[\]; return a score per sample"),
         ("Python", "its method score returned a float; return a tensor"),
         ("Below", r"the weight -1.0; return a number of at least 0"),
-        ("Three", r"method loss returned a \(Tensor, float, float\); return a tensor, or \(sum, weight\)"),
+        (
+            "Three",
+            r"method loss returned a \(Tensor, float, float\); return a tensor, or \(sum, weight\)",
+        ),
         ("Half", r"outputs \[2, 10\] in float32 and targets \[2\], raised RuntimeError"),
     ],
 )
@@ -364,7 +367,7 @@ def test_what_does_not_count_is_in_no_loss_and_no_score(parts):
         tasks.compute_batch_sums(Some(), x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
-    found = tasks.compute_evaluation(sums.tolist())
+    found = tasks.compute_test_loss_and_score(sums.tolist())
     each = tasks.NextToken().score(outputs.double(), targets)
     counts = targets != 0
     assert found.loss == pytest.approx(float(each[counts].mean()), rel=1e-12)
@@ -375,7 +378,7 @@ def test_what_does_not_count_is_in_no_loss_and_no_score(parts):
 
 
 def test_where_nothing_counts_the_loss_is_0_and_there_is_no_score():
-    found = tasks.compute_evaluation([0.0] * 7 + [12.0])
+    found = tasks.compute_test_loss_and_score([0.0] * 7 + [12.0])
     assert found.loss == 0.0
     assert math.isnan(found.score)
     assert found.left_out == 12
@@ -388,7 +391,7 @@ def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
         assert tasks.compute_output_shape(task, [2, 3], 3) == shape
         task_trial.check_task_outputs(task, tasks.OwnTask(call), 3, [2, 3])
         sums = tasks.compute_batch_sums(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
-        found = tasks.compute_evaluation(sums.tolist())
+        found = tasks.compute_test_loss_and_score(sums.tolist())
         assert found.score == 1.0
         assert found.loss > 0
     with pytest.raises(
@@ -599,7 +602,7 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     assert [f for f in audit.audit_cells(cells, records) if f["severity"] != "note"] == []
     summary = build_summary_table(cells)
     by = dict(list(cells.groupby("experiment", sort=False)))
-    measure = {n: list_measures(rows) for n, rows in by.items()}
+    measure = {n: map_measures_by_name(rows) for n, rows in by.items()}
     assert measure["images"]["score"].heading == "Test accuracy after the last epoch (%)"
     assert measure["text"]["score"].heading == "Test loss after the last epoch (nats/token)"
     assert measure["images"]["throughput"].unit == "images/s"

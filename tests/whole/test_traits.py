@@ -25,7 +25,11 @@ from stratbench.cell.record import SCHEMA_PATH
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan import servers
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.extensions.servers.policies.policies import (
+    POLICIES,
+    make_policy,
+    parse_policy_options,
+)
 from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.extensions.servers.strategy import get_strategy_of_policy, make_server_configs
 from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
@@ -83,7 +87,7 @@ def rows(times: dict[str, float], gpus: int = 4) -> pd.DataFrame:
         rec["time"]["train_time_s"] = time_s
         rec["score"]["final"] = 0.98
         row = dict.fromkeys(columns.COLUMNS) | cell.as_dict()
-        found.append(row | columns.build_record_row(rec, Path("none")))
+        found.append(row | columns.build_row_from_record(rec, Path("none")))
     return pd.DataFrame(found, columns=list(columns.COLUMNS))
 
 
@@ -113,7 +117,7 @@ def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered
     request = Request(
         settings("silent", options={}), (3, 32, 32), 10, workers_per_node=4, eval_batch=64
     )
-    assert not request.is_served
+    assert not request.is_worker_of_server
     assert not request.may_reshard
     assert not get_strategy_class("silent").alike_on_any_count
 
@@ -121,7 +125,7 @@ def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_waits_for_the_slowest_and_survives_a_loss_as_it_says(name):
     """Four workers of which one takes 20 times as long: who waits takes as long as that one."""
-    workers, plan = 4, TicketPlan(1, 12, 4 * parse_options(name).pushes_per_ticket)
+    workers, plan = 4, TicketPlan(1, 12, 4 * parse_policy_options(name).pushes_per_ticket)
 
     def run(**how):
         policies = [make_policy(name, torch.zeros(2), hyper_of(name, lr=0.01, workers=workers))]
@@ -245,7 +249,7 @@ def test_a_policy_goes_by_its_own_name_and_not_by_the_strategys(monkeypatch):
     assert config.policy_options == {"staleness_bound": 5, "lr_scale": "1/N"}
     sizes = {"weights": 100, "buffers": 8}
     needs = [
-        servers.predict_server_bytes(replace(s, strategy=name), sizes, 2)
+        servers.predict_server_bytes_by_purpose(replace(s, strategy=name), sizes, 2)
         for name in ("my-servers", "ps-ssp")
     ]
     assert needs[0] == needs[1]

@@ -23,8 +23,8 @@ from launching import settings
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.elastic.split import WeightedTask
-from stratbench.extensions.servers.figures import compute_mean_loss
-from stratbench.extensions.servers.loop import sum_losses
+from stratbench.extensions.servers.figures import compute_mean_epoch_loss
+from stratbench.extensions.servers.loop import sum_batch_losses
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
 from stratbench.extensions.servers.ps import server
 from stratbench.extensions.servers.ps.server_run import ServerRun
@@ -160,7 +160,7 @@ def set_up(strategy: Strategy, s: Settings, task: str, folder: RunFolder, rank: 
     model = network()
     worker = Worker(
         s, rank, s.gpus, s.gpus, torch.device("cpu"), folder,
-        models.list_wrap_groups("gpt-compact", model), task=TASKS[task](), has_weighted_loss=True,
+        models.list_shard_groups("gpt-compact", model), task=TASKS[task](), has_weighted_loss=True,
         mesh=strategy.mesh(s.gpus), total_steps=STEPS, input_shape=(POSITIONS,),
     )  # fmt: skip
     strategy.setup(model, worker)
@@ -207,13 +207,13 @@ def served(
     dist.broadcast_object_list(where)
     folder = RunFolder(Path(where[0]))
     if rank == 0:
-        write_secret(folder.secret_path, make_secret())
+        write_secret(folder.job_secret_path, make_secret())
         with pytest.MonkeyPatch.context() as patch:
             if mutant is not None:
                 make = lambda policy, weights, hyper, options: mutant(weights, hyper)  # noqa: E731
                 patch.setattr(server.run_server, "__defaults__", (make, ServerRun))
             (config,) = make_server_configs(s, STEPS * BATCH, folder, None)
-            server_thread = Served(config, load_secret(folder.secret_path))
+            server_thread = Served(config, load_secret(folder.job_secret_path))
             return worked(strategy, s, task, folder, rank, server_thread)
     return worked(strategy, s, task, folder, rank)
 
@@ -235,12 +235,15 @@ def worked(
         losses.setdefault(step, []).append(strategy.step(x[where], y[where]))
     strategy.load_snapshot(0)
     told: list[Any] = [None] * s.gpus
-    dist.all_gather_object(told, {n: sum_losses(each) for n, each in losses.items()})
+    dist.all_gather_object(told, {n: sum_batch_losses(each) for n, each in losses.items()})
     weights = {n: p.detach().clone() for n, p in strategy.model.named_parameters()}
     strategy.close()
     if server_thread is not None:
         assert server_thread.result()["status"] == "ok"
-    return {"loss": torch.tensor(compute_mean_loss(told), dtype=torch.float64), "weights": weights}
+    return {
+        "loss": torch.tensor(compute_mean_epoch_loss(told), dtype=torch.float64),
+        "weights": weights,
+    }
 
 
 def unequal_shares(rank: int, world: int) -> dict[str, Any]:

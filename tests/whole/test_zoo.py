@@ -35,7 +35,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.remarks import iter_remarks
+from stratbench.extensions.plan.remarks import iter_model_remarks
 from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.strategy import make_server_configs
 from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
@@ -120,7 +120,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
     if strategy.kind == "server" and rank == 0:
         served = serving(s, run_folder)
     elif strategy.kind == "server":
-        while not run_folder.secret_path.exists():
+        while not run_folder.job_secret_path.exists():
             time.sleep(0.001)
     device, found = torch.device("cpu"), {}
     buckets = mock.patch.object(dist, "_compute_bucket_assignment_by_size", a_bucket_each)
@@ -140,7 +140,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
         try:
             result = taking(
                 strategy, data, ready.worker, Phases(device, log), log, MemoryMeter(device),
-                loop.Progress(None),
+                loop.EpochProgress(None),
             )  # fmt: skip
             found["zeros"] = acceptance.updates_parameters_without_gradient(
                 strategy, ready.built.trial, s
@@ -165,7 +165,7 @@ def train(name: str, way: str, rank: int, folder: Path) -> dict[str, Any]:
 def serving(s: Settings, folder: RunFolder) -> Iterator[None]:
     """A server on a thread of this process, until the block ends."""
     secret = make_secret()
-    write_secret(folder.secret_path, secret)
+    write_secret(folder.job_secret_path, secret)
     (config,) = make_server_configs(s, SAMPLES, folder, None)
     pool = ThreadPoolExecutor(1)
     future = pool.submit(run_server, config, secret)
@@ -236,7 +236,7 @@ def trained_plainly(name: str, workers: int, mean: bool) -> list[tuple[float, fl
     epochs = (
         [
             data.make_training_batch(i)
-            for i in data.draw_epoch_tables(SEED, epoch, False).order.split(BATCH)
+            for i in data.draw_order_and_augmentation(SEED, epoch, False).order.split(BATCH)
         ]
         for epoch in range(EPOCHS)
     )
@@ -448,8 +448,8 @@ def test_what_is_worth_knowing_is_remarked(kind, said):
     model = kind(CLASSES)
     x, y = samples(2, 0)
     with generators.restore_random_generators():
-        found = trial.take_trial("it", model, x, y, [2, CLASSES], (), CLASSES)
-    remarks = list(iter_remarks(model, found))
+        found = trial.run_trial_steps("it", model, x, y, [2, CLASSES], (), CLASSES)
+    remarks = list(iter_model_remarks(model, found))
     assert len(remarks) == len(said)
     assert all(part in remark for part, remark in zip(said, remarks, strict=True)), remarks
 

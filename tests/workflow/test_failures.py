@@ -168,7 +168,7 @@ def test_outcomes_are_results_and_are_printed_as_such(workflow):
     tables = "results/tiny/tables"
     run = workflow.start(tables)
     logs = workflow.folder / "results/tiny/logs/second/single/vgg-compact/1gpu/rep0"
-    until(lambda: text_of(RunFolder.from_log_dir(logs).epochs_path))
+    until(lambda: text_of(RunFolder.from_log_dir(logs).epoch_results_path))
     workflow.hold("second")  # it waits for its limit without computing
     reached.touch()
     output, _ = run.communicate(timeout=LIMIT_S)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_study import Workflow, tiny_config
 
-from stratbench.extensions.plan.against_records import compute_sent_bytes_as_recorded
+from stratbench.extensions.plan.against_records import compute_sent_bytes_per_step_as_recorded
 from stratbench.extensions.plan.footprint.footprint import make_footprint
-from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.study.config.config import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -105,8 +105,8 @@ def test_what_they_hold_and_send_is_what_was_planned(trained):
     for cell in study.cells:
         if cell.experiment == "synchronous":
             record = found[cell.experiment, cell.strategy, cell.gpus]
-            s = make_subject(config, study, cell)
+            s = make_cell_to_plan(config, study, cell)
             footprint = make_footprint(s.request)
             assert record["memory"]["model_states"] == footprint.model_states_bytes
             said = record["communication"]["sent_bytes_per_step"]
-            assert said == pytest.approx(compute_sent_bytes_as_recorded(s, footprint))
+            assert said == pytest.approx(compute_sent_bytes_per_step_as_recorded(s, footprint))

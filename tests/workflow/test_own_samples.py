@@ -76,7 +76,7 @@ def trained_plainly(network: torch.nn.Module, data: DeviceData, settings: dict) 
     )
     losses = []
     for epoch in range(settings["epochs"]):
-        batches = data.draw_epoch_tables(settings["seed"], epoch, False).order.split(8)
+        batches = data.draw_order_and_augmentation(settings["seed"], epoch, False).order.split(8)
         each = []
         for indices in batches[: data.train_samples // 8]:
             x, y = data.make_training_batch(indices)
@@ -111,7 +111,7 @@ def test_the_three_data_sets_train_as_plain_loops_do(tmp_path, warm, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     results = tmp_path / "results"
     for experiment, (name, network) in NETWORKS.items():
-        data = DeviceData.load(results / "data" / name, dtype=torch.float64)
+        data = DeviceData.load_prepared_data_set(results / "data" / name, dtype=torch.float64)
         for cell in (results / "three/cells" / experiment).glob("*/*/*/rep0/record.json"):
             record = json.loads(cell.read_text())
             assert record["status"] == "ok", record["reason"]

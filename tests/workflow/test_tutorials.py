@@ -10,7 +10,7 @@ import pytest
 from tutorial import ROOT, Follower, expected_output, read_steps
 
 from stratbench.analysis.decision.short import KINDS, ShortAnswer, format_summary_line
-from stratbench.analysis.report.brief import iter_answer_lines
+from stratbench.analysis.report.brief import iter_study_summary_lines
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_pages_hold_for_every_outcome_of_a_study(tmp_path: Path, page: str, kind
     findings = ["warning"] * notes + ["note"] * notes
     (tmp_path / "audit.csv").write_text("\n".join(["severity", *findings]) + "\n", encoding="utf-8")
     (tmp_path / "cells.csv").write_text("start_skew_ms\n", encoding="utf-8")
-    printed = list(iter_answer_lines(tmp_path))
+    printed = list(iter_study_summary_lines(tmp_path))
     [step] = [
         step
         for step in read_steps((ROOT / "docs" / page).read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from typing import Any
 import fixture_records as fixture
 import pandas as pd
 
-from stratbench.analysis.records.columns import COLUMNS, build_record_row
+from stratbench.analysis.records.columns import COLUMNS, build_row_from_record
 from stratbench.cell import record as record_module
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit.rule import AuditData
@@ -56,7 +56,7 @@ def sound_row(device: str, place: Place) -> dict[str, Any]:
 def row(record: Record) -> dict[str, Any]:
     """The record's row of cells.csv; RecordError where it is no record."""
     record_module.validate_record(record)
-    return record["cell"] | build_record_row(record, Path("no timeline"))
+    return record["cell"] | build_row_from_record(record, Path("no timeline"))
 
 
 def study(records: Records, device: str) -> AuditData:

@@ -12,14 +12,16 @@ from planted import faster
 
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import AUDIT_COLUMNS, read_audit
+from stratbench.analysis.records.findings import AUDIT_COLUMNS, read_audit_findings
 from stratbench.analysis.records.measures import MEASURES
 from stratbench.analysis.tables import tables
 from stratbench.analysis.tables.summary import build_summary_table
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit import audit
-from stratbench.extensions.audit.across_cells.machines import find_groups_across_nodes
-from stratbench.extensions.audit.traffic import compute_least_bytes_per_s
+from stratbench.extensions.audit.across_cells.machines import (
+    find_tensor_parallel_groups_across_nodes,
+)
+from stratbench.extensions.audit.traffic import compute_min_bytes_per_s
 
 MODELS = ("vgg16",)
 
@@ -199,9 +201,9 @@ def test_implied_traffic_is_that_of_the_algorithm(
         global_batch=64,
         train_time_s=10.0,
     )
-    assert compute_least_bytes_per_s(row) == pytest.approx(expected)
+    assert compute_min_bytes_per_s(row) == pytest.approx(expected)
     row.train_time_s = None
-    assert compute_least_bytes_per_s(row) is None
+    assert compute_min_bytes_per_s(row) is None
 
 
 def test_a_peak_that_sharding_cannot_reach_is_found_in_the_figure_that_is_printed(tmp_path):
@@ -307,13 +309,13 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
         audit.main(["--cells", str(study_dir / "cells.csv"), "--out", str(tmp_path / "a.csv")]) == 0
     )
     rows = read_cells(study_dir / "cells.csv")
-    summary = build_summary_table(rows, read_audit(tmp_path / "a.csv"))
+    summary = build_summary_table(rows, read_audit_findings(tmp_path / "a.csv"))
     flagged = summary[summary["flags"] != ""]
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
         ("ddp", 2, "score")
     ]
-    lines = tables.build_wide_rows(rows, summary, MEASURES["score"])
-    table = tables.build_wide_table(rows, *lines).set_index("strategy")
+    lines = tables.build_lines_by_worker_count(rows, summary, MEASURES["score"])
+    table = tables.build_summary_text_table(rows, *lines).set_index("strategy")
     assert table.loc["ddp", "2 GPUs"] == "20.00 †"
     assert "†" not in table.loc["ddp", "4 GPUs"]
 
@@ -382,5 +384,9 @@ def test_workers_that_divide_layers_are_on_one_node_where_it_holds_them(
         "strategy": {"mesh": {"replicas": 1, "tensor": tensor, "stages": 1}},
         "provenance": {"nodes": nodes, "workers_per_node": on_a_node},
     }
-    found = list(find_groups_across_nodes.check(SimpleNamespace(records=[record], timelines={})))
+    found = list(
+        find_tensor_parallel_groups_across_nodes.check(
+            SimpleNamespace(records=[record], timelines={})
+        )
+    )
     assert bool(found) == wrong

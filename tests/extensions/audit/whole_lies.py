@@ -19,7 +19,7 @@ import fixture_records as fixture
 import pandas as pd
 from planted import faster, started_again
 
-from stratbench.analysis.records.columns import COLUMNS, build_record_row
+from stratbench.analysis.records.columns import COLUMNS, build_row_from_record
 from stratbench.analysis.records.samples import Timeline, parse_timeline
 from stratbench.extensions.audit import audit
 from stratbench.extensions.audit.rule import make_cell_key
@@ -73,7 +73,7 @@ def findings(study: Study) -> list[dict[str, Any]]:
     """What the audit finds, but notes."""
     rows, timelines = [], {}
     for place, record in study.records.items():
-        row = record["cell"] | build_record_row(record, Path("no timeline"))
+        row = record["cell"] | build_row_from_record(record, Path("no timeline"))
         if study.samples[place] is not None:
             timelines[make_cell_key(record["cell"])] = parsed(study.samples[place])
         rows.append(row)

@@ -81,8 +81,8 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(
     )
     second.step(3 * x[:BATCH], y[:BATCH])  # whatever it held is written over
     second.reset()
-    checkpoints.read_checkpoint_into(tmp_path, 3, second.state_tensors())
-    second.load_counts(checkpoints.read_checkpoint_facts(tmp_path, 3)["counts"])
+    checkpoints.read_checkpoint_into_tensors(tmp_path, 3, second.state_tensors())
+    second.load_counts(checkpoints.read_checkpoint_metadata(tmp_path, 3)["counts"])
     for i in batches[3:]:
         second.step(x[i], y[i])
     assert equal(held(second), held(whole))
@@ -123,11 +123,11 @@ def test_a_clock_goes_on_with_an_epoch() -> None:
     one.begin_epoch()
     one.mark_step_end()
     one.end()
-    history = one.export_history()
+    history = one.export_measured_times()
     one.begin_epoch()
     one.end()
     other = StepClock(CPU)
-    other.load_history(history)
+    other.load_measured_times(history)
     other.begin_epoch(continues_epoch=True)
     other.mark_step_end()
     other.end()
@@ -158,7 +158,7 @@ def keep(job: Job, rank: int, *steps: int) -> None:
 
 
 def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> None:
-    job = attempts.begin_attempt(job_in(tmp_path), None)
+    job = attempts.make_next_attempt_job(job_in(tmp_path), None)
     assert job.earlier_attempts == ()
     begun = job.earlier_attempts or attempts.find_last_write_time_s(job.folder)
     assert begun is None  # nothing was written to the run folder yet
@@ -173,24 +173,24 @@ def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: P
     left.write_bytes(b"half of it")
     job.folder.get_log_path("rank0").write_text("alive")
     ended_s = attempts.find_last_write_time_s(job.folder)
-    again = attempts.begin_attempt(job_in(tmp_path), ended_s)
+    again = attempts.make_next_attempt_job(job_in(tmp_path), ended_s)
     assert again.earlier_attempts[-1]["next_step"] == 6
     # Two attempts of a GPU's may differ in the last bits: all go on with one's.
     folders = [attempts.get_checkpoint_folder(job.folder, rank) for rank in (0, 1)]
     assert list(map(checkpoints.list_checkpoint_steps, folders)) == [{6}, {3, 6}]
     assert not left.exists()
     assert again.earlier_attempts[0]["ran_s"] >= again.earlier_attempts[0]["repeated_s"] >= 0
-    third = attempts.begin_attempt(job_in(tmp_path), ended_s)
+    third = attempts.make_next_attempt_job(job_in(tmp_path), ended_s)
     assert len(third.earlier_attempts) == 2
 
 
 @pytest.mark.parametrize("change", [{"lr": 0.5}, {"seed": 8}])
 def test_nobody_goes_on_with_another_training(change: dict[str, Any], tmp_path: Path) -> None:
-    job = attempts.begin_attempt(job_in(tmp_path), None)
+    job = attempts.make_next_attempt_job(job_in(tmp_path), None)
     keep(job, 0, 3)
     keep(job, 1, 3)
     job.folder.get_log_path("rank0").write_text("alive")
-    other = attempts.begin_attempt(
+    other = attempts.make_next_attempt_job(
         job_in(tmp_path, **change), attempts.find_last_write_time_s(job.folder)
     )
     assert other.earlier_attempts == ()
@@ -252,10 +252,10 @@ def test_a_cell_killed_at_random_trains_what_it_would_have(
 def test_a_checkpoint_that_cannot_be_written_is_an_error_whatever_the_reason(
     tmp_path: Path,
 ) -> None:
-    writer = checkpoints.Writer(tmp_path)
-    writer.start_write(3, [torch.zeros(1)], metadata={"counts": {1, 2}})
+    writer = checkpoints.AsyncCheckpointWriter(tmp_path)
+    writer.start_checkpoint_write(3, [torch.zeros(1)], metadata={"counts": {1, 2}})
     with pytest.raises(TypeError, match="set is not JSON serializable"):
-        writer.wait_for_write()
+        writer.wait_for_checkpoint_write()
 
 
 @pytest.mark.parametrize("part", ["tensors", "facts"])
@@ -300,10 +300,10 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
 
 def test_a_device_that_went_on_after_its_group_broke_leaves_no_checkpoint(tmp_path: Path) -> None:
     counts = [True, False]
-    writer = checkpoints.Writer(tmp_path, counts=lambda: counts.pop(0))
+    writer = checkpoints.AsyncCheckpointWriter(tmp_path, counts=lambda: counts.pop(0))
     for step in (2, 4):
         event = mock.Mock()
-        writer._write(step, event, [torch.zeros(1)], None)
+        writer._write_copies_to_disk(step, event, [torch.zeros(1)], None)
         event.synchronize.assert_called_once()
     assert checkpoints.list_checkpoint_steps(tmp_path) == {2}
 
@@ -327,10 +327,10 @@ def test_a_checkpoint_that_the_disk_does_not_keep_is_none(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(checkpoints.os, "fsync", fail)
-    writer = checkpoints.Writer(
+    writer = checkpoints.AsyncCheckpointWriter(
         tmp_path, lambda folder, step: checkpoints.delete_checkpoints(folder, step)
     )
-    writer.start_write(6, [torch.zeros(1)])
+    writer.start_checkpoint_write(6, [torch.zeros(1)])
     with pytest.raises(OSError, match="Input/output error"):
-        writer.wait_for_write()
+        writer.wait_for_checkpoint_write()
     assert checkpoints.list_checkpoint_steps(tmp_path) == {3}

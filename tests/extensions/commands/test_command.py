@@ -318,7 +318,10 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path):
         ((START, {"event": "boom", "t": 11.0}), "is unknown"),
         ((START, {"event": ["step"], "t": 11.0}), "line 2"),
         ((START, START | {"t": 11.0}), "comes a second time"),
-        ((START, {"event": "pause", "t": 11.0}, step(12.0)), "while the training clock was stopped"),
+        (
+            (START, {"event": "pause", "t": 11.0}, step(12.0)),
+            "while the training clock was stopped",
+        ),
         (({"event": "start", "t": 1.0, "facts": {}},), "workers"),
         (({"event": "start", "t": 1.0, "facts": {"workers": 1, "x": [1]}},), "the fact 'x'"),
     ],

@@ -8,10 +8,10 @@ import pandas as pd
 import planted
 import pytest
 
-from stratbench.analysis.decision.candidates import build_candidates
+from stratbench.analysis.decision.candidates import build_decision_candidates
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.columns import COLUMNS
-from stratbench.analysis.records.measures import format_status
+from stratbench.analysis.records.measures import format_status_as_value
 from stratbench.extensions.audit.audit import audit_cells
 from stratbench.extensions.commands.same_work import (
     INCOMPARABLE,
@@ -90,9 +90,11 @@ def test_other_work_stands_with_its_reason_and_is_not_ranked(change, words):
     assert mine["status"] == INCOMPARABLE
     assert words in mine["same_work"]
     assert words in mine["reason"]
-    assert format_status(mine["status"], None) == "other work"
+    assert format_status_as_value(mine["status"], None) == "other work"
     frame = pd.DataFrame(table, columns=list(COLUMNS))
-    found = {c.strategy: c for c in build_candidates(frame, [], Constraints()) if c.gpus == 2}
+    found = {
+        c.strategy: c for c in build_decision_candidates(frame, [], Constraints()) if c.gpus == 2
+    }
     assert found["mine"].exclusion_kind == "other work"
     assert words in found["mine"].exclusion_reason
     assert found["ddp"].exclusion_kind != "other work"

@@ -47,7 +47,7 @@ from stratbench.study.config.validation import validate_config
 from stratbench.workload import tasks
 from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT, Block
-from stratbench.workload.network.trial import take_trial
+from stratbench.workload.network.trial import run_trial_steps
 
 ROOT = Path(__file__).parents[3]
 #: Why what needs DeepSpeed is skipped; empty: it is here.
@@ -101,8 +101,8 @@ class Added(DeepSpeed):
 class Unclipped(DeepSpeed):
     """A mutant: nobody clips."""
 
-    def config(self, worker: Worker) -> dict[str, Any]:
-        return super().config(worker) | {"gradient_clipping": 0.0}
+    def make_cell_engine_config(self, worker: Worker) -> dict[str, Any]:
+        return super().make_cell_engine_config(worker) | {"gradient_clipping": 0.0}
 
 
 class Constant(DeepSpeed):
@@ -246,11 +246,11 @@ def gathered(strategy: Collective, world: int) -> Tensor:
 def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     """Of real steps, as the plan has them of fake ones: bytes at the peak and between, and what is sent."""
     request = request_for(stage, model, world)
-    net = models.build_for_training(model, 10, request.input_shape, 0, CPU, torch.float32)
-    strategy = fake.make_strategy_on_fakes(request)
+    net = models.build_model_for_training(model, 10, request.input_shape, 0, CPU, torch.float32)
+    strategy = fake.make_strategy_with_substitutes(request)
     s = replace(request.settings, per_worker_batch=8)
     worker = Worker(
-        s, rank, world, world, CPU, RunFolder(Path()), models.list_wrap_groups(model, net),
+        s, rank, world, world, CPU, RunFolder(Path()), models.list_shard_groups(model, net),
         task=tasks.get_task(s, request.input_shape, False),
     )  # fmt: skip
     strategy.setup(net, worker)
@@ -262,7 +262,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     strategy.restore(saved)
     for _ in range(2):
         strategy.step(*batch)
-        fake.evaluate_on_fakes(strategy, request)
+        fake.evaluate_on_fake_tensors(strategy, request)
     del saved, batch
     trace = OperatorTrace(on_cpu=True)
     fake._tag_model_states(trace, strategy, net)
@@ -271,7 +271,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
         strategy.step(*request.make_example_batch(8))
         trace.begin_phase("evaluate")
     first, last = (phase.first for phase in trace.phases[1:])
-    live = trace.list_live_bytes(first, last)
+    live = trace.list_live_bytes_after_events(first, last)
     states = strategy.model_states()
     return {"peak": max(live), "between": live[0], "sent": sent, "states": states}
 
@@ -533,7 +533,7 @@ def test_plan_and_check_say_what_is_missing_and_go_on(installed):
         network = check.check_network(order[0])
         found = {r.strategy: check.rehearse_strategy(r, network).refusal_reason for r in order}
         assert found == {"deepspeed": sentence("deepspeed", installed), "ddp": None}
-    assert check.try_to_make_footprint(requests[0]) == sentence("deepspeed", installed)
+    assert check.make_footprint_or_error(requests[0]) == sentence("deepspeed", installed)
 
 
 @pytest.mark.skipif(not LACKING, reason="DeepSpeed is here")
@@ -620,7 +620,7 @@ def test_networks_that_it_would_train_wrongly_are_refused(kind, stage, says):
     model = Odd(kind)
     groups = [(name, [m]) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     x, y = samples("images")
-    trial = take_trial("network", model, x[:2], y[:2], (2, CLASSES), groups)
+    trial = run_trial_steps("network", model, x[:2], y[:2], (2, CLASSES), groups)
     strategy = DeepSpeed(DeepSpeed.Options(stage=stage))
     worker = Worker(settings("deepspeed"), 0, 2, 2, CPU, RunFolder(Path()), groups, trial=trial)
     told = list(strategy.iter_model_refusals(model, worker))

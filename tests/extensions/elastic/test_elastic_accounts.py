@@ -34,7 +34,7 @@ def job_of(tmp_path: Path, *incarnations: dict[str, Any]) -> Job:
     s = replace(job.settings, more={"elastic": {"elastic": True}}, epochs=2, global_batch=16)
     job = replace(job, settings=s, data={"train_samples": 64})
     for number, incarnation in enumerate(incarnations):
-        RunFiles(job.folder).write_incarnation(number, incarnation)
+        RunFiles(job.folder).write_member_history(number, incarnation)
     return job
 
 
@@ -43,7 +43,7 @@ def test_a_training_goes_on_only_with_its_own_settings_and_data(tmp_path: Path) 
     state = job.folder.path / "state"
 
     def is_kept(s: Settings = job.settings, data: dict[str, Any] = job.data) -> bool:
-        job.folder.create()
+        job.folder.create_empty_folder()
         job.folder.write_job(job.to_json())
         state.touch()
         launch.prepare_run_folder(job.folder, job.cell, s, data)
@@ -79,8 +79,8 @@ def test_the_time_of_members_that_were_all_lost_counts(cell: Cell, tmp_path: Pat
     second.send_message("begun", pause_s=None)
     stop(second, 8, epochs={"1": [2.0, 2, 1, 0.5]})
     until(lambda: len(cell.coordinator.history.generations) == 3)
-    job = job_of(tmp_path, cell.coordinator.get_history_values())
-    run = accounts.sum_member_runs(job, entries(0.5, 0.4))
+    job = job_of(tmp_path, cell.coordinator.export_member_history())
+    run = accounts.compute_training_totals(job, entries(0.5, 0.4))
     of_first, of_second = run["epoch_times_s"]
     assert of_first == 0.25
     assert 60.5 <= of_second <= 60.5 + time.time() - begun_unix_s
@@ -95,11 +95,11 @@ def test_the_time_of_all_that_ended_with_their_launcher_counts(cell: Cell, tmp_p
     first = cell.member(0)
     first.wait_for_message()
     first.send_message("begun", pause_s=None)
-    until(lambda: cell.coordinator.has_begun)
-    incarnation = cell.coordinator.get_history_values()
+    until(lambda: cell.coordinator.has_training_begun)
+    incarnation = cell.coordinator.export_member_history()
     incarnation["written_unix_s"] += 60
     job = job_of(tmp_path, incarnation)
-    train_time_s = accounts.sum_member_runs(job, entries(0.5))["train_time_s"]
+    train_time_s = accounts.compute_training_totals(job, entries(0.5))["train_time_s"]
     assert 60 <= train_time_s <= 60 + time.time() - begun_unix_s
 
 
@@ -114,9 +114,9 @@ def test_an_epoch_of_which_steps_were_lost_and_others_done_again_has_no_mean_los
     }  # fmt: skip
     again = generation | {"number": 1, "from_step": 1, "to_step": 8, "from_checkpoint": True}
     whole = {"loss_sum": 8.0, "reported_steps": 4.0, "train_s": 1.0, "pause_s": 0.0}
-    incarnation = cell.coordinator.get_history_values()
+    incarnation = cell.coordinator.export_member_history()
     incarnation |= {"generations": [generation, again], "totals_by_epoch": {"0": whole, "1": whole}}
-    run = accounts.sum_member_runs(job_of(tmp_path, incarnation), entries(0.5, 0.4))
+    run = accounts.compute_training_totals(job_of(tmp_path, incarnation), entries(0.5, 0.4))
     assert [e["train_loss"] for e in run["per_epoch"]] == [None, 2.0]
 
 
@@ -133,7 +133,7 @@ def test_dates_in_whole_seconds_set_no_start_before_the_submission(started, ende
     """Such a record was unusable: its job had started before its cell."""
     entry = {"number": 0, "slot": 0, "id": "7", "submitted_unix_s": 100.6, "reason": ""}
     entry |= {"started_unix_s": started, "ended_unix_s": ended}
-    told = accounts.make_job_entry(entry, {}, 100.0)
+    told = accounts.make_worker_job_entry(entry, {}, 100.0)
     found = told["started_s"], told["ended_s"]
     assert found == pytest.approx(expected)
     assert told["allocated_s"] == pytest.approx(found[1] - found[0] if started else 0.0)

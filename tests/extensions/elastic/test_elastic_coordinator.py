@@ -14,7 +14,7 @@ from launching import LIMIT_S, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic import member
 from stratbench.extensions.elastic.coordinator import Coordinator
-from stratbench.extensions.elastic.member import Over, WorkerMembership, join_as_member
+from stratbench.extensions.elastic.member import WorkerNotNeeded, WorkerMembership, join_as_member
 from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 
@@ -27,7 +27,7 @@ class Cell:
         self.checkpoint: tuple[int, list[dict[str, Any]]] | None = None
         self.epochs: list[dict[str, Any]] = []
         secret = make_secret()
-        write_secret(self.folder.secret_path, secret)
+        write_secret(self.folder.job_secret_path, secret)
         listeners = Listeners("127.0.0.1")
         self.coordinator = Coordinator(
             secret,
@@ -40,7 +40,7 @@ class Cell:
             lambda score: score is not None and score >= 0.9,
         )
         self.coordinator.start()
-        listeners.publish(self.folder.rendezvous_path, 0)
+        listeners.publish(self.folder.server_rendezvous_path, 0)
         self.broken: list[int] = []
 
     def seat(self, number: int, leaving: threading.Event | None = None) -> WorkerMembership:
@@ -67,7 +67,7 @@ def stop(seat: WorkerMembership, step: int, **more: Any) -> None:
 
 def test_a_result_that_cannot_be_written_ends_the_cell_with_its_reason(cell: Cell) -> None:
     def full(entry: dict[str, Any]) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(cell.folder.epochs_path))
+        raise OSError(errno.ENOSPC, "No space left on device", str(cell.folder.epoch_results_path))
 
     cell.coordinator._on_epoch = full
     one = cell.member(0)
@@ -135,7 +135,7 @@ def test_what_epochs_gave_is_not_lost_with_the_coordinator_that_did_not_hear_it(
     assert (form["step"], form["epochs_done"]) == (10, 2)
     first.send_message("epoch", entry={"epoch": 3, "test_loss": 0.5, "score": 0.95})
     first.send_message("through", step=12, epochs={})
-    with pytest.raises(Over):
+    with pytest.raises(WorkerNotNeeded):
         first.wait_for_message()
     assert [e["epoch"] for e in cell.epochs] == [1, 2, 3]
 
@@ -148,7 +148,7 @@ def test_a_pause_after_the_last_step_is_of_the_last_epoch(cell: Cell) -> None:
     first.wait_for_message()
     first.send_message("begun", pause_s=0.5)
     first.send_message("through", step=8, epochs={})
-    with pytest.raises(Over):
+    with pytest.raises(WorkerNotNeeded):
         first.wait_for_message()
     assert {n: e.pause_s for n, e in cell.coordinator.history.totals_by_epoch.items()} == {1: 0.5}
 
@@ -171,11 +171,11 @@ def test_an_epoch_counts_once_and_the_target_ends_it_for_all(cell: Cell) -> None
         first.send_message("epoch", entry=entry)
     first.send_message("epoch", entry=entry | {"epoch": 2, "score": 0.95})
     first.send_message("through", step=8, epochs={"1": [2.0, 4, 1, 0.5]})
-    with pytest.raises(Over):
+    with pytest.raises(WorkerNotNeeded):
         first.wait_for_message()
     assert cell.coordinator.done.is_set()
     assert [e["epoch"] for e in cell.epochs] == [1, 2]
-    with pytest.raises(Over, match="over"):
+    with pytest.raises(WorkerNotNeeded, match="over"):
         cell.seat(1)
 
 
@@ -185,7 +185,7 @@ def test_an_epoch_counts_once_and_the_target_ends_it_for_all(cell: Cell) -> None
 )
 def test_numbers_never_come_again(cell: Cell, number: Any, reason: str) -> None:
     cell.member(0)
-    with pytest.raises(Over, match=reason):
+    with pytest.raises(WorkerNotNeeded, match=reason):
         cell.seat(number)
 
 
@@ -206,11 +206,11 @@ def test_strangers_and_surplus_workers_are_sent_away(
     stranger = Cell.__new__(Cell)
     stranger.folder = RunFolder(tmp_path / "other")
     stranger.folder.path.mkdir()
-    write_secret(stranger.folder.secret_path, make_secret())
-    Path(f"{stranger.folder.rendezvous_path}.0").write_text(
-        Path(f"{cell.folder.rendezvous_path}.0").read_text()
+    write_secret(stranger.folder.job_secret_path, make_secret())
+    Path(f"{stranger.folder.server_rendezvous_path}.0").write_text(
+        Path(f"{cell.folder.server_rendezvous_path}.0").read_text()
     )
-    with pytest.raises(Over):
+    with pytest.raises(WorkerNotNeeded):
         join_as_member(stranger.folder, 9, lambda: None, threading.Event())
     until(lambda: any("secret" in reason for reason in cell.coordinator.refusals.first))
     assert cell.coordinator.num_present_members == 2
@@ -220,5 +220,5 @@ def test_nobody_there_to_let_a_worker_in_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member, "NOBODY_S", 0.2)
-    with pytest.raises(Over, match="nobody"):
+    with pytest.raises(WorkerNotNeeded, match="nobody"):
         join_as_member(RunFolder(tmp_path), 0, lambda: None, threading.Event())

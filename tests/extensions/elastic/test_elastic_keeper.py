@@ -32,7 +32,7 @@ from stratbench.study.slurm.submission import Kind
 
 
 @dataclass
-class Scripted(keeper.Backend):
+class Scripted(keeper.WorkerJobBackend):
     """A backend whose jobs are what the test says they are."""
 
     jobs: dict[str, JobStatus] = field(default_factory=dict)
@@ -69,11 +69,11 @@ def test_a_job_that_ends_is_replaced_by_one_of_a_new_number(tmp_path: Path) -> N
     with WorkerJobSupervisor(backend, 2, tmp_path / "jobs") as kept:
         until(lambda: len(backend.jobs) == 2)
         backend.jobs["0"] = JobStatus("ended", "PREEMPTED")
-        kept.poll_soon()
+        kept.poll_jobs_soon()
         until(lambda: len(backend.jobs) == 3)
         assert backend.slots["2"] == backend.slots["0"]
         del backend.jobs["1"]  # SLURM has forgotten it
-        kept.poll_soon()
+        kept.poll_jobs_soon()
         until(lambda: "3" in backend.jobs)
     assert sorted(backend.cancelled) == ["2", "3"]
     told = {entry.number: entry.reason for entry in kept.list_jobs()}
@@ -90,7 +90,7 @@ def test_the_job_of_a_worker_that_nobody_hears_of_is_cancelled(
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.jobs["0"] = JobStatus("running", started_unix_s=1.0)
-        kept.cancel_lost_worker(0)
+        kept.cancel_job_of_lost_worker(0)
         until(lambda: backend.cancelled)
         assert backend.cancelled == ["0"]
 
@@ -103,26 +103,26 @@ def test_the_job_of_a_lost_worker_that_ends_by_itself_keeps_its_reason(
     backend = Scripted()
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
-        kept.cancel_lost_worker(0)
-        kept.poll_soon()
+        kept.cancel_job_of_lost_worker(0)
+        kept.poll_jobs_soon()
         backend.jobs["0"] = JobStatus("ended", "FAILED", has_failed=True)
-        kept.poll_soon()
+        kept.poll_jobs_soon()
         until(lambda: kept.list_jobs()[0].failed)
         assert backend.cancelled == []
 
 
 def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_path: Path) -> None:
     kept = WorkerJobSupervisor(Scripted(), 1, tmp_path / "jobs")
-    assert kept._compute_wait_s(30.0) < 1.0  # its first job
+    assert kept._compute_poll_wait_s(30.0) < 1.0  # its first job
     kept._submit_missing_jobs()
-    assert kept._compute_wait_s(30.0) == 30.0
+    assert kept._compute_poll_wait_s(30.0) == 30.0
     kept._cancel_at_s[0] = time.monotonic()
-    assert kept._compute_wait_s(30.0) < 1.0
+    assert kept._compute_poll_wait_s(30.0) < 1.0
     kept._poll_live_jobs()
     kept._cancel_at_s.clear()
     kept.finish()
     kept._record_job_end(0, JobStatus("ended"))
-    assert kept._compute_wait_s(30.0) == 30.0
+    assert kept._compute_poll_wait_s(30.0) == 30.0
 
 
 def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_jobs_are_taken_for_ended_only_where_somebody_says_so(tmp_path: Path) ->
         backend.jobs["0"] = JobStatus("ended", "FAILED", has_failed=True)
         begun = backend.looks + 1  # one may be under way
         for n in range(3):
-            kept.poll_soon()
+            kept.poll_jobs_soon()
             until(lambda n=n: backend.looks > begun + n)
         assert kept.list_jobs()[0].ended_unix_s is None
         backend.silent = False
-        kept.poll_soon()
+        kept.poll_jobs_soon()
         until(lambda: kept.list_jobs()[0].failed)
 
 
@@ -153,7 +153,7 @@ def test_what_fails_again_and_again_is_given_up(
     )
 
     def gave_up() -> bool:
-        kept.poll_soon()
+        kept.poll_jobs_soon()
         try:
             kept.check_can_start_jobs()
         except NoWorkersError as reason:
@@ -192,7 +192,7 @@ def test_a_refusal_after_all_jobs_were_taken_away_is_waited_out(
         until(lambda: backend.jobs)
         backend.full = True
         backend.jobs["0"] = JobStatus("ended", "PREEMPTED")
-        kept.poll_soon()
+        kept.poll_jobs_soon()
         until(lambda: len(refused) >= 2)
         kept.check_can_start_jobs()
         backend.full = False
@@ -207,12 +207,12 @@ def test_the_keeper_of_a_requeued_cell_takes_over_and_submits_no_job_twice(tmp_p
     first.__enter__()
     until(lambda: len(backend.jobs) == 2)
     first._stopped = True  # as by SIGKILL: nothing is cancelled
-    first.poll_soon()
+    first.poll_jobs_soon()
     first._start_thread.join()
     with WorkerJobSupervisor(backend, 2, journal) as second:
-        second.poll_soon()
+        second.poll_jobs_soon()
         backend.jobs["0"] = JobStatus("ended", "NODE_FAIL")
-        second.poll_soon()
+        second.poll_jobs_soon()
         until(lambda: len(backend.jobs) == 3)
     assert sorted(backend.cancelled) == ["1", "2"]
 
@@ -343,7 +343,7 @@ def test_jobs_that_nobody_knows_are_not_submitted_again_without_an_end(tmp_path:
         for number in range(keeper.MAX_UNKNOWN):
             until(lambda n=number: str(n) in backend.jobs)
             del backend.jobs[str(number)]
-            kept.poll_soon()
+            kept.poll_jobs_soon()
         until(lambda: kept._failure_reason)
         with pytest.raises(
             NoWorkersError, match=r"SLURM knows none of the last 3 worker jobs .* job 2"
@@ -392,7 +392,7 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
     assert max(checkpoints.list_checkpoint_steps(tmp_path)) == 40
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-40.bin"]
     read = [torch.zeros_like(t) for t in state]
-    checkpoints.read_checkpoint_into(tmp_path, 40, read)
+    checkpoints.read_checkpoint_into_tensors(tmp_path, 40, read)
     assert all(torch.equal(a, b + 1) for a, b in zip(read, state, strict=True))
     path = checkpoints.get_checkpoint_path(tmp_path, 40)
     whole = path.read_bytes()
@@ -400,11 +400,11 @@ def test_a_checkpoint_holds_what_was_written_or_is_refused(tmp_path: Path) -> No
         path.write_bytes(damaged)
         before = [t.clone() for t in read]
         with pytest.raises(checkpoints.DamagedCheckpoint):
-            checkpoints.read_checkpoint_into(tmp_path, 40, read)
+            checkpoints.read_checkpoint_into_tensors(tmp_path, 40, read)
         assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
     path.write_bytes(whole)
     with pytest.raises(checkpoints.DamagedCheckpoint, match="tensors of other shapes"):
-        checkpoints.read_checkpoint_into(tmp_path, 40, state[:2])
+        checkpoints.read_checkpoint_into_tensors(tmp_path, 40, state[:2])
 
 
 def test_an_entry_says_all_of_a_job(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_an_entry_says_all_of_a_job(tmp_path: Path) -> None:
     with WorkerJobSupervisor(backend, 1, tmp_path / "jobs") as kept:
         until(lambda: backend.jobs)
         backend.jobs["0"] = JobStatus("running", started_unix_s=100.0)
-        kept.poll_soon()
+        kept.poll_jobs_soon()
         until(lambda: kept.list_jobs()[0].started_unix_s == 100.0)
     last = json.loads((tmp_path / "jobs").read_text().splitlines()[-1])
     assert last["started_unix_s"] == 100.0

@@ -12,7 +12,7 @@ import pytest
 from launching import LIMIT_S, settings, until
 from stratbench.cell import record
 from stratbench.telemetry import pauses
-from stratbench.telemetry.timeline import read_phases
+from stratbench.telemetry.timeline import read_phase_intervals
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,7 +36,7 @@ def test_a_cell_that_is_stopped_while_it_trains_says_so(start_cell, strategy):
     until(
         lambda: any(
             p.phase == "train" or (p.phase == "join" and math.isfinite(p.end_s))
-            for p in read_phases(launched.folder.list_phase_log_paths())
+            for p in read_phase_intervals(launched.folder.list_phase_log_paths())
         )
     )
     tree = [launched.process, *psutil.Process(launched.process.pid).children(recursive=True)]

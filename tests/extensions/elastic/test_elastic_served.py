@@ -17,12 +17,12 @@ from test_elastic_split import found_in, jobs
 
 import invariants
 from launching import WORKFLOW, LaunchedCell, settings, until
-from stratbench.analysis.records.columns import COLUMNS, build_record_row
+from stratbench.analysis.records.columns import COLUMNS, build_row_from_record
 from stratbench.cell import record
 from stratbench.extensions.audit.audit import RULES
 from stratbench.extensions.audit.rule import AuditData
 from stratbench.extensions.elastic.run_files import RunFiles
-from stratbench.extensions.elastic.servers.journal import read_journal, write_end_mark
+from stratbench.extensions.elastic.servers.journal import read_journal, write_run_end_mark
 from stratbench.strategies import get_option_defaults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -50,7 +50,7 @@ def wait_for(launched: LaunchedCell, kind: str, count: int) -> list[dict[str, An
 
 def said_of(found: dict[str, Any]) -> list[str]:
     """What the audit says of a record, for a failed test."""
-    row = found["cell"] | build_record_row(found, Path("no timeline"))
+    row = found["cell"] | build_row_from_record(found, Path("no timeline"))
     evidence = AuditData(pd.DataFrame([row], columns=list(COLUMNS)), [found])
     return [f"{rule.id}: {each.values_text}" for rule in RULES for each in rule.check(evidence)]
 
@@ -84,7 +84,7 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     first.process.send_signal(signal.SIGTERM)
     assert first.finish()[0] == 128 + signal.SIGTERM
     # As servers say that end with an error. It was theirs, and is mended.
-    write_end_mark(RunFiles(first.folder).servers_dir, "No space left on device")
+    write_run_end_mark(RunFiles(first.folder).servers_dir, "No space left on device")
     again = start_cell(s, env=warm)
     code, output = again.finish()
     assert code == 0, output
@@ -97,7 +97,7 @@ def test_a_cell_whose_workers_and_servers_come_and_go_trains_every_batch_once(
     assert told["servers"]["tickets_done_twice"] == 0
     assert [told[k] for k in ("incarnations", "restarts", "leaves")] == [2, 1, 1]
     assert 4 <= told["joins"] <= len(told["jobs"])
-    assert not again.folder.secret_path.exists()
+    assert not again.folder.job_secret_path.exists()
     assert not list(RunFiles(again.folder).servers_dir.glob("state*"))
     assert found_in(found) == set(), said_of(found)
     for name, plant in PLANTED.items():

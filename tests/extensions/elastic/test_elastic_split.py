@@ -20,14 +20,14 @@ from process_groups import forking
 
 import invariants
 from launching import FOREVER, LIMIT_S, OF_THE_MACHINE, LaunchedCell, settings, until
-from stratbench.analysis.records.columns import COLUMNS, build_record_row
+from stratbench.analysis.records.columns import COLUMNS, build_row_from_record
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.audit.audit import RULES
 from stratbench.extensions.audit.rule import AuditData
 from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.group import ElasticGroup
-from stratbench.extensions.elastic.member import CoordinatorLost, Over
+from stratbench.extensions.elastic.member import CoordinatorLost, WorkerNotNeeded
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.split import ElasticSynchronous
 from stratbench.strategies.ddp import DDP
@@ -64,7 +64,7 @@ def losses(launched: LaunchedCell) -> list[float]:
 
 def found_in(record_: dict[str, Any]) -> set[str]:
     """The rules of the audit that find something in a record by itself."""
-    row = record_["cell"] | build_record_row(record_, Path("no timeline"))
+    row = record_["cell"] | build_row_from_record(record_, Path("no timeline"))
     evidence = AuditData(pd.DataFrame([row], columns=list(COLUMNS)), [record_])
     return {rule.id for rule in RULES if any(rule.check(evidence))} - OF_THE_MACHINE
 
@@ -150,15 +150,18 @@ class Heard:
         self.said.append({"what": what} | said)
 
     def wait_for_message(self) -> dict[str, Any]:
-        raise Over("the training is over")
+        raise WorkerNotNeeded("the training is over")
 
 
 def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[ElasticSynchronous, Heard]:
     """A member of a cell, in this process, set up as its worker's process does it."""
     s = settings("ddp", precision="fp64", weight_decay=1e-3, epochs=epochs)
     phases = Phases("cpu", PhaseLog(RunFolder(folder).get_phase_log_path(0), 0, 0.0))
-    group, data = ElasticGroup(folder, CPU), DeviceData.load(data_dir, dtype=torch.float64)
-    group.form_single_member()
+    group, data = (
+        ElasticGroup(folder, CPU),
+        DeviceData.load_prepared_data_set(data_dir, dtype=torch.float64),
+    )
+    group.form_single_member_group()
     strategy = DDP(DDP.Options(**s.options))
     me = set_up_model(
         s,
@@ -218,17 +221,17 @@ def test_a_meeting_that_fails_leaves_a_members_state_as_it_was(
         other.join(LIMIT_S)
         assert other.exitcode == 0
     finally:
-        split._group.dissolve()
+        split._group.leave_group()
 
 
 def leave_groups_that_ddp_holds(folder: Path) -> None:
     """Form and leave groups of one, each of which a module of DDP outlives."""
     group = ElasticGroup(folder, CPU)
     for _ in range(300):
-        group.form_single_member()
+        group.form_single_member_group()
         module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
         torch.distributed.broadcast(torch.zeros(4), 0)
-        group.dissolve()
+        group.leave_group()
         del module
     os._exit(0)
 
@@ -254,7 +257,7 @@ def alone(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     split, heard = member(tmp_path, tiny_data, epochs=3)
     yield split, heard
-    split._group.dissolve()
+    split._group.leave_group()
 
 
 def test_a_member_tells_what_an_epoch_gave_at_its_end(
@@ -262,7 +265,7 @@ def test_a_member_tells_what_an_epoch_gave_at_its_end(
 ) -> None:
     """What it told at the end alone would be as long as the training, and be lost with it."""
     split, heard = alone
-    with pytest.raises(Over):
+    with pytest.raises(WorkerNotNeeded):
         split._train_in_generation(ALONE, MemoryMeter(CPU))
     told = [(m["what"], {e: x[1] for e, x in m.get("epochs", {}).items()}) for m in heard.said]
     assert told == [
@@ -289,9 +292,9 @@ def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
     split.run(MemoryMeter(CPU))
     folder = split.worker.folder
     assert max(checkpoints.list_checkpoint_steps(folder.path)) == step
-    evaluated = checkpoints.read_checkpoint_facts(folder.path, step)["epochs"]
+    evaluated = checkpoints.read_checkpoint_metadata(folder.path, step)["epochs"]
     assert [e["epoch"] for e in evaluated] == list(range(1, step // 4 + (unheard_of != "trained")))
-    told = RunFiles(folder).read_orphaned_result(0)
+    told = RunFiles(folder).read_unreported_result(0)
     assert (told["step"], told["generation"]) == (step, 0)
     (_, steps, world, seconds) = told["epochs"].get(str(step // 4 - 1), [0, 4, 1, 1.0])
     assert (steps, world) == (4, 1)
@@ -342,7 +345,7 @@ def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a
         taken.append(step(x, y))
         if len(taken) == 6:
             split._leave_requested.set()
-            split._group.break_up()
+            split._group.break_up_group()
         return taken[-1]
 
     monkeypatch.setattr(strategy, "step", step_and_lose_a_peer)
@@ -389,7 +392,7 @@ def generations(launched: LaunchedCell) -> list[dict[str, Any]]:
     """Who has trained together so far."""
     return [
         g
-        for path in RunFiles(launched.folder).list_incarnation_paths()
+        for path in RunFiles(launched.folder).list_member_history_paths()
         for g in json.loads(path.read_text())["generations"]
     ]
 
@@ -416,7 +419,7 @@ def test_a_member_that_falls_silent_is_parted_from_and_the_others_go_on(
     began = len(generations(launched))
     until(lambda: any(silent not in g["members"] for g in generations(launched)[began:]))
     until(lambda: together(launched, 2))  # another has come in its place
-    lost = json.loads(RunFiles(launched.folder).list_incarnation_paths()[-1].read_text())[
+    lost = json.loads(RunFiles(launched.folder).list_member_history_paths()[-1].read_text())[
         "lost_members"
     ]
     assert silent in lost
@@ -441,6 +444,6 @@ def test_a_member_that_never_took_part_ends_in_order(
     split, heard = alone
     if asked_to_leave:
         split._leave_requested.set()
-    with pytest.raises(Over):
+    with pytest.raises(WorkerNotNeeded):
         split.run(MemoryMeter(CPU))
     assert [said["what"] for said in heard.said] == ["ready", "left"][: 1 + asked_to_leave]

@@ -27,11 +27,15 @@ from launching import until
 from stratbench.extensions.elastic.servers import run as elastic_run
 from stratbench.extensions.elastic.servers.channel import ReturningChannel, RunOverError
 from stratbench.extensions.elastic.servers.config import ElasticConfig, ElasticServerConfig
-from stratbench.extensions.elastic.servers.evaluations import parse_score
-from stratbench.extensions.elastic.servers.journal import has_state, read_end_mark, read_journal
+from stratbench.extensions.elastic.servers.evaluations import parse_score_message
+from stratbench.extensions.elastic.servers.journal import (
+    is_state_of_all_servers_saved,
+    read_run_end_mark,
+    read_journal,
+)
 from stratbench.extensions.elastic.servers.saved_state import (
     StateError,
-    load_state,
+    load_server_state,
     pack_tensors,
     unpack_tensors,
 )
@@ -190,7 +194,7 @@ class Returning(Worked):
         channel = ReturningChannel(
             join, config.rendezvous, config.elastic.folder, self.leaving, self._silence_s
         )
-        channel._send_initial = channel._channel._send_initial
+        channel._send_initial = channel._channel._send_initial_tensors
         return channel
 
 
@@ -252,11 +256,11 @@ def test_another_incarnation_of_the_servers_goes_on(tmp_path, processes, policy,
     servers.start()
     held = Held(first=200)
     workers = [Returning(plan, number, before_push=held) for number in range(2)]
-    until(lambda: has_state(Path(plan.elastic.folder), n_servers), PATIENCE_S)
+    until(lambda: is_state_of_all_servers_saved(Path(plan.elastic.folder), n_servers), PATIENCE_S)
     until(lambda: sum(len(w.tickets) for w in workers) > 100, PATIENCE_S)
     servers.end(signum)
     held.go.set()
-    assert read_end_mark(plan.elastic.folder) is None
+    assert read_run_end_mark(plan.elastic.folder) is None
     servers.start(incarnation=2, resumes=True)
     workers.append(Returning(plan, 2, before_push=slowly))
     for worker in workers:
@@ -275,7 +279,7 @@ def test_another_incarnation_of_the_servers_goes_on(tmp_path, processes, policy,
     assert [w.channel.returns for w in workers] == [1, 1, 0]
     settled = own["settled_before"] + sum(w["tickets"] for w in found[0]["workers"])
     assert settled == n
-    assert read_end_mark(plan.elastic.folder) == {"error": None}
+    assert read_run_end_mark(plan.elastic.folder) == {"error": None}
     with pytest.raises(RunOverError):
         Returning(plan, 9).join()
 
@@ -290,7 +294,7 @@ def has_read(member):
     """
     if not member.sender.is_alive():
         return True
-    return not member.has_queued and not member._sending.locked()
+    return not member.has_queued_replies and not member._sending.locked()
 
 
 def weights_at_the_end(monkeypatch, plan, join):
@@ -383,7 +387,9 @@ def test_a_place_comes_back_and_a_number_does_not(tmp_path):
     held = Held(first=10)
     here = [Worked(plan, SECRET, n, before_push=held, incarnation=1) for n in (5, 3)]
     until(lambda: all(w.tickets for w in here), PATIENCE_S)
-    with pytest.raises(JoinLater, match="the cell has 2 slots, and all have workers; try again later"):
+    with pytest.raises(
+        JoinLater, match="the cell has 2 slots, and all have workers; try again later"
+    ):
         Worked(plan, SECRET, 8, incarnation=1).join()
     first = here[0]
     first.channel.leave()
@@ -487,7 +493,7 @@ def test_the_host_of_a_process_that_stands_still_answers_for_it():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = Connection(socket.create_connection(listener.getsockname()))
         theirs, _ = listener.accept()
-    ours.use_keys(b"k" * 32, b"k" * 32, 1 << 30)
+    ours.set_frame_keys(b"k" * 32, b"k" * 32, 1 << 30)
     ours.vanished_s, ours.silence_s = 0.5, 4.0
 
     def flood() -> None:
@@ -585,7 +591,7 @@ def test_what_a_worker_that_goes_was_to_evaluate_another_evaluates(tmp_path, mon
 
 def test_a_score_that_is_none_is_refused():
     good = {"test_loss": 1.0, "score": None, "score_error": 0.1}
-    assert parse_score(good) == good
+    assert parse_score_message(good) == good
     for bad in (
         3,
         [],
@@ -595,7 +601,7 @@ def test_a_score_that_is_none_is_refused():
         good | {"more": 1.0},
     ):
         with pytest.raises(ProtocolError, match="malformed SCORE"):
-            parse_score(bad)
+            parse_score_message(bad)
 
 
 # --- the saved state ---------------------------------------------------------------------------------
@@ -650,23 +656,25 @@ def test_a_state_that_was_changed_on_the_disk_is_not_gone_on_with(tmp_path):
     servers = serve_all(plan)
     worker = Worked(plan, SECRET, 0, before_push=slowly, incarnation=1)
     folder = Path(plan.elastic.folder)
-    until(lambda: has_state(folder, 1), PATIENCE_S)
+    until(lambda: is_state_of_all_servers_saved(folder, 1), PATIENCE_S)
     worker.join()
     servers[0].result()
-    saved = load_state(folder, 0)
+    saved = load_server_state(folder, 0)
     assert sorted(saved.shards) == list(range(len(saved.shards)))
     (data,) = folder.glob("state0.*.bin")
     whole = bytearray(data.read_bytes())
     whole[len(whole) // 2] ^= 1
     data.write_bytes(whole)
     with pytest.raises(StateError, match="is damaged"):
-        load_state(folder, 0)
+        load_server_state(folder, 0)
 
 
 def test_a_policy_that_keeps_what_cannot_be_saved_says_so():
     policy = policy_of("ps-async")
     policy.window = object()
-    with pytest.raises(TypeError, match="an attribute of a policy is a object, which cannot be saved"):
+    with pytest.raises(
+        TypeError, match="an attribute of a policy is a object, which cannot be saved"
+    ):
         policy.state()
 
 

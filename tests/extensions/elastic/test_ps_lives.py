@@ -34,14 +34,14 @@ from launching import until
 from stratbench.extensions.elastic.servers.channel import ReturningChannel
 from stratbench.extensions.elastic.servers.journal import (
     Journal,
-    collect_scores,
-    get_state_manifest,
-    has_state,
+    collect_score_events,
+    get_state_manifest_path,
+    is_state_of_all_servers_saved,
     read_journal,
-    read_last_incarnation,
+    read_last_incarnation_number,
 )
 from stratbench.extensions.elastic.servers.run import ElasticRun
-from stratbench.extensions.elastic.servers.saved_state import Saver, save_state
+from stratbench.extensions.elastic.servers.saved_state import StateSaver, save_server_state
 from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.ps.buffers import BufferMean
 from stratbench.extensions.servers.ps.client import Channel
@@ -248,7 +248,7 @@ def test_an_epoch_that_ends_while_the_state_is_saved_is_evaluated_in_the_next_in
     worker = Returning(plan, 0, before_push=lambda *_: time.sleep(0.3))
     assert asked.wait(PATIENCE_S)  # the first epoch is over; what is being saved does not say so
     (tmp_path / GO).touch()
-    until(lambda: has_state(Path(plan.elastic.folder), 1), PATIENCE_S)
+    until(lambda: is_state_of_all_servers_saved(Path(plan.elastic.folder), 1), PATIENCE_S)
     servers.end(signal.SIGKILL)
     servers.start(incarnation=2, resumes=True)
     hold.set()
@@ -263,7 +263,7 @@ def test_what_is_saved_beside_the_shards_is_of_a_moment_after_theirs(tmp_path):
     shard = SimpleNamespace(state=lambda: said.append("shard") or {"floor": 0, "above": set()})
     layout = Layout(4, "float32", 0, "float32", "")
     store = SimpleNamespace(shards={0: shard}, buffers=None, layout=layout)
-    save_state(tmp_path, 0, lambda: said.append("facts") or {}, store)
+    save_server_state(tmp_path, 0, lambda: said.append("facts") or {}, store)
     assert said == ["shard", "facts"]
 
 
@@ -272,7 +272,7 @@ def test_servers_that_end_while_they_save_end(tmp_path):
     shard = SimpleNamespace(state=lambda: {"floor": int(go.wait(PATIENCE_S)), "above": set()})
     layout = Layout(4, "float32", 0, "float32", "")
     run._store = SimpleNamespace(shards={0: shard}, buffers=None, layout=layout)
-    run._save_state()
+    run._start_state_save()
     closing = threading.Thread(target=run.close, daemon=True)
     closing.start()
     time.sleep(0.2)
@@ -324,7 +324,7 @@ def test_a_line_of_the_journal_that_was_cut_off_is_gone_in_the_next_incarnation(
     journal.append_event("incarnation", settled=3)
     journal.close()
     assert [e["incarnation"] for e in read_journal(tmp_path)] == [1, 2]
-    assert read_last_incarnation(tmp_path) == 2
+    assert read_last_incarnation_number(tmp_path) == 2
 
 
 def test_what_the_disk_takes_only_half_of_is_written_to_its_end(tmp_path, monkeypatch):
@@ -333,7 +333,7 @@ def test_what_the_disk_takes_only_half_of_is_written_to_its_end(tmp_path, monkey
     journal = Journal(tmp_path, 1)
     journal.append_event("incarnation", settled=0)
     journal.close()
-    assert read_last_incarnation(tmp_path) == 1
+    assert read_last_incarnation_number(tmp_path) == 1
 
 
 def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
@@ -345,7 +345,7 @@ def test_a_score_of_a_state_that_was_lost_is_none(tmp_path):
         for epoch in epochs:
             journal.append_event("score", epoch=epoch, settled=40 * (epoch + 1))
     journal.close()
-    assert sorted(collect_scores(read_journal(tmp_path))) == [0]
+    assert sorted(collect_score_events(read_journal(tmp_path))) == [0]
 
 
 def test_servers_that_begin_anew_leave_no_state_of_a_training_that_is_gone(tmp_path):
@@ -354,9 +354,12 @@ def test_servers_that_begin_anew_leave_no_state_of_a_training_that_is_gone(tmp_p
     folder = Path(plan.elastic.folder)
     folder.mkdir()
     for server in range(2):
-        get_state_manifest(folder, server).write_text("{}")
+        get_state_manifest_path(folder, server).write_text("{}")
     ElasticRun(replace(plan, server=1), SECRET, make_policy)
-    assert [get_state_manifest(folder, server).exists() for server in range(2)] == [True, False]
+    assert [get_state_manifest_path(folder, server).exists() for server in range(2)] == [
+        True,
+        False,
+    ]
 
 
 def test_buffers_of_an_earlier_incarnation_count_only_until_somebody_pushes():
@@ -373,9 +376,9 @@ def test_a_state_that_cannot_be_saved_ends_the_run_with_the_reason(tmp_path):
     told, policy = [], policy_of("ps-async")
     policy.window = object()
     store = SimpleNamespace(shards={0: policy}, buffers=None, layout=None)
-    saver = Saver(tmp_path, 0, told.append)
-    saver.begin_save(store, dict)
-    saver.wait_for_save()
+    saver = StateSaver(tmp_path, 0, told.append)
+    saver.start_state_save(store, dict)
+    saver.wait_for_state_save()
     assert len(told) == 1
     assert "an attribute of a policy is a object, which cannot be saved" in told[0]
 
@@ -413,6 +416,6 @@ def test_a_failure_while_a_lost_worker_is_struck_off_ends_the_run(tmp_path, monk
         connection=connection, worker=0, sender=threading.Thread(), close_transport=lambda: None
     )
     member.sender.start()
-    run._listen(member)
+    run._serve_worker(member)
     assert run.over.is_set()
     assert "No space left on device" in run.error

@@ -21,12 +21,12 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings
 from stratbench.command.__main__ import main
 from stratbench.extensions.emit import table
-from stratbench.extensions.emit.choice import MEASUREMENT_SETTINGS, Choice
+from stratbench.extensions.emit.choice import MEASUREMENT_SETTINGS, ChosenCell
 from stratbench.extensions.emit.errors import EmitError
-from stratbench.extensions.emit.find import find_record
+from stratbench.extensions.emit.find import read_chosen_or_named_record
 from stratbench.strategies import REGISTRY
 from stratbench.study.config.config import load_config
-from stratbench.workload.network.sharding import describe_sharding_groups
+from stratbench.workload.network.sharding import describe_shard_group_rule
 
 #: Values that no file has by chance, so that a number in it is that of the setting.
 UNUSUAL: dict[str, Any] = {
@@ -81,7 +81,7 @@ SPELLINGS = {
 
 
 def emitted(strategy: str, target: str, **changes: Any) -> str:
-    return table.format_file_for_target(Choice(record_of(strategy, **changes)), target)
+    return table.format_file_for_target(ChosenCell(record_of(strategy, **changes)), target)
 
 
 def each_file() -> list[Any]:
@@ -89,7 +89,7 @@ def each_file() -> list[Any]:
     return [
         pytest.param(strategy, target, options, id=f"{strategy}-{target}-{options}")
         for strategy in table.NAMES_IN_TARGETS
-        for target in table.list_supporting_targets(strategy)
+        for target in table.list_targets_of_strategy(strategy)
         for options in OPTIONS.get(strategy, [{}])
     ]
 
@@ -127,7 +127,7 @@ def test_each_setting_is_in_the_file_or_named_in_a_comment(strategy, target, opt
 
 @pytest.mark.parametrize(("strategy", "target", "options"), each_file())
 def test_an_option_or_setting_that_no_target_knows_is_named(strategy, target, options):
-    choice = Choice(record_of(strategy, options=options))
+    choice = ChosenCell(record_of(strategy, options=options))
     choice.options["brand_new"] = 731
     choice._values["newer"] = 937
     text = table.format_file_for_target(choice, target)
@@ -137,7 +137,7 @@ def test_an_option_or_setting_that_no_target_knows_is_named(strategy, target, op
 
 @pytest.mark.parametrize("strategy", sorted(REGISTRY.keys() - table.NAMES_IN_TARGETS.keys()))
 def test_a_strategy_that_no_engine_knows_is_refused_with_its_targets(strategy):
-    choice = Choice(record_of(strategy, gpus=2))
+    choice = ChosenCell(record_of(strategy, gpus=2))
     for target in table.TARGETS.keys() - {"variant"}:
         with pytest.raises(EmitError, match=r"choose variant$"):
             table.format_file_for_target(choice, target)
@@ -163,7 +163,7 @@ def test_the_variant_gives_the_cells_settings_again(strategy, optimizer):
         changes |= {"momentum": 0.0, "betas": [0.9, 0.99], "eps": 1e-7}
     record = record_of(strategy, options=options.get(strategy, {}), **changes)
     record["cell"]["strategy"] = "mine" if options.get(strategy) else strategy
-    blocks = yaml.safe_load(table.format_file_for_target(Choice(record), "variant"))
+    blocks = yaml.safe_load(table.format_file_for_target(ChosenCell(record), "variant"))
     study = load_config({"study": "s", "studies": {"s": blocks}})[1]
     [cell] = [c for c in study.cells if c.repeat == 0]
     wanted = Settings(**record["settings"])
@@ -194,10 +194,10 @@ def test_fsdp_has_the_names_of_its_blocks_and_groups():
         (["Layer"], "instances of Layer", ["Layer"]),
         (
             None,
-            describe_sharding_groups(["LlamaDecoderLayer", "Other"]),
+            describe_shard_group_rule(["LlamaDecoderLayer", "Other"]),
             ["LlamaDecoderLayer", "Other"],
         ),
-        (None, describe_sharding_groups(None), []),
+        (None, describe_shard_group_rule(None), []),
     ],
 )
 def test_a_users_network_has_the_classes_that_it_names(wrap_classes, rule, classes):
@@ -210,8 +210,10 @@ def test_a_users_network_has_the_classes_that_it_names(wrap_classes, rule, class
     }
     record = record_of("fsdp", model="mine", own_model=own)
     record["model"]["own"] = {"sharding": rule}
-    assert Choice(record).block_class_names == classes
-    fsdp = yaml.safe_load(table.format_file_for_target(Choice(record), "accelerate"))["fsdp_config"]
+    assert ChosenCell(record).block_class_names == classes
+    fsdp = yaml.safe_load(table.format_file_for_target(ChosenCell(record), "accelerate"))[
+        "fsdp_config"
+    ]
     assert fsdp.get("fsdp_transformer_layer_cls_to_wrap", "") == ",".join(classes)
 
 
@@ -299,7 +301,7 @@ def test_fsdp_reduces_gradients_with_the_parts_that_the_cell_did():
 
 
 def test_a_loss_in_parts_is_told():
-    for target in table.list_supporting_targets("ddp"):
+    for target in table.list_targets_of_strategy("ddp"):
         assert "loss_chunks" in emitted("ddp", target, model="gpt-compact", loss_chunks=4)
         assert "loss_chunks" not in emitted("ddp", target, model="gpt-compact")
 
@@ -311,11 +313,11 @@ def test_settings_of_a_named_variant_stay_its_own():
         "optimizer_impl": "foreach",
     }
     record = record_of("ddp", **changes)
-    plain = yaml.safe_load(table.format_file_for_target(Choice(record), "variant"))
+    plain = yaml.safe_load(table.format_file_for_target(ChosenCell(record), "variant"))
     assert "variants" not in plain
     assert plain["experiments"]["chosen"].items() >= changes.items()
     record["cell"]["strategy"] = "less"
-    named = yaml.safe_load(table.format_file_for_target(Choice(record), "variant"))
+    named = yaml.safe_load(table.format_file_for_target(ChosenCell(record), "variant"))
     assert named["variants"]["less"] == {"strategy": "ddp", "settings": changes}
     assert not named["experiments"]["chosen"].keys() & changes.keys()
 
@@ -386,13 +388,18 @@ def decide_on(results: Path, *chosen: tuple[str, int]) -> None:
 
 def test_a_cell_is_found_by_path_by_name_or_as_decided(results):
     path = results / "two/cells/first/ddp/vgg-compact/2gpu/rep1/record.json"
-    assert find_record(results, None, str(path))["cell"]["repeat"] == 1
-    assert find_record(results, None, str(path.parent))["cell"]["repeat"] == 1
-    found = find_record(results, "two", "first/ddp/vgg-compact/2gpu")["cell"]
+    assert read_chosen_or_named_record(results, None, str(path))["cell"]["repeat"] == 1
+    assert read_chosen_or_named_record(results, None, str(path.parent))["cell"]["repeat"] == 1
+    found = read_chosen_or_named_record(results, "two", "first/ddp/vgg-compact/2gpu")["cell"]
     assert (found["study"], found["repeat"]) == ("two", 0)
-    assert find_record(results, None, "first/fsdp/vgg-compact/2gpu/rep1")["cell"]["repeat"] == 1
+    assert (
+        read_chosen_or_named_record(results, None, "first/fsdp/vgg-compact/2gpu/rep1")["cell"][
+            "repeat"
+        ]
+        == 1
+    )
     decide_on(results, ("fsdp", 2))
-    assert find_record(results, None, None)["cell"]["strategy"] == "fsdp"
+    assert read_chosen_or_named_record(results, None, None)["cell"]["strategy"] == "fsdp"
 
 
 @pytest.mark.parametrize(
@@ -412,7 +419,7 @@ def test_a_cell_is_found_by_path_by_name_or_as_decided(results):
 )
 def test_a_cell_that_is_not_clear_is_refused_in_a_sentence(results, cell, study, words):
     with pytest.raises(EmitError, match=words):
-        find_record(results, study, cell)
+        read_chosen_or_named_record(results, study, cell)
 
 
 def test_of_several_decisions_one_has_to_be_named(results):
@@ -420,7 +427,7 @@ def test_of_several_decisions_one_has_to_be_named(results):
     with pytest.raises(
         EmitError, match="chose 2 cells; name one of first/ddp/vgg-compact/2gpu, first/fsdp"
     ):
-        find_record(results, None, None)
+        read_chosen_or_named_record(results, None, None)
 
 
 def test_the_command_prints_or_writes_the_file(results, tmp_path, capsys):
@@ -463,13 +470,13 @@ def test_the_page_shows_what_is_written():
     record["cell"] |= {"study": "model-parallel", "experiment": "text"}
     record["time"] = {"step_ms": {"p50": 109.9}}
     record["memory"] = {"peak_bytes": 2**30, "peak_over_base_bytes": 45 * 2**20}
-    assert table.format_file_for_target(Choice(record), "accelerate") == shown
+    assert table.format_file_for_target(ChosenCell(record), "accelerate") == shown
     for target, what in table.TARGETS.items():
         row = re.search(rf"^\| `{target}` \|.*", page, re.MULTILINE)
         assert row, what
     names = [
         name
         for name in table.NAMES_IN_TARGETS
-        if "accelerate" in table.list_supporting_targets(name)
+        if "accelerate" in table.list_targets_of_strategy(name)
     ]
     assert ", ".join(f"`{name}`" for name in names) in page

@@ -23,7 +23,7 @@ from process_groups import forking
 
 from launching import LIMIT_S, WORKFLOW, settings
 from stratbench.extensions.emit import table
-from stratbench.extensions.emit.choice import Choice
+from stratbench.extensions.emit.choice import ChosenCell
 from stratbench.strategies import get_option_defaults
 from stratbench.workload.network import models
 
@@ -143,7 +143,7 @@ def trained(
 def emitted(strategy: str, target: str, options: dict[str, Any], **changes: Any) -> str:
     """The file of a cell that need not be trained."""
     return table.format_file_for_target(
-        Choice(record_of(strategy, options=options, model="gpt-compact", **changes)), target
+        ChosenCell(record_of(strategy, options=options, model="gpt-compact", **changes)), target
     )
 
 
@@ -151,7 +151,7 @@ def emit(launched: Any, target: str, folder: Path) -> Path:
     file = folder / {"accelerate": "accelerate.yaml", "deepspeed": "deepspeed.json"}.get(
         target, "train.py"
     )
-    file.write_text(table.format_file_for_target(Choice(launched.read_record()), target))
+    file.write_text(table.format_file_for_target(ChosenCell(launched.read_record()), target))
     return file
 
 

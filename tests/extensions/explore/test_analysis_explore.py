@@ -90,7 +90,7 @@ def many_cells(cells: pd.DataFrame, count: int) -> pd.DataFrame:
 
 def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     folder, cells = study
-    page = explore.make_page(given_of(folder, cells), ["CPU <b>"])
+    page = explore.make_study_page(given_of(folder, cells), ["CPU <b>"])
     assert "CPU &lt;b&gt;" in page
     assert HOSTILE not in page
     assert page.count("</script>") == 2
@@ -113,7 +113,7 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
     assert list(marked) == list(np.flatnonzero(cells["status"] != "missing"))
     hue = FAMILIES["replicas"]
     assert data["styles"]["ddp"] == [
-        [hue.light_theme_colours[0], hue.dark_theme_colours[0]],
+        [hue.full_and_quiet_light_colours[0], hue.full_and_quiet_dark_colours[0]],
         f"{hue.shape} full",
     ]
     assert set(cells["strategy"]) == set(data["styles"])
@@ -122,7 +122,7 @@ def test_the_page_holds_every_cell_with_its_status_units_and_findings(study):
 def test_scores_of_several_units_are_shown_as_the_records_have_them(study):
     _, cells = study
     texts = cells.assign(score_unit=["nats/token", *cells["score_unit"].iloc[1:]])
-    columns = {c["name"]: c for c in explore.iter_column_data(texts)}
+    columns = {c["name"]: c for c in explore.iter_page_columns(texts)}
     assert columns["score_final"]["unit"] == ""
     at = cells["score_final"].first_valid_index()
     assert columns["score_final"]["values"][at] == pytest.approx(cells["score_final"][at], rel=1e-5)
@@ -132,12 +132,12 @@ def test_a_finding_is_on_all_cells_that_share_its_coordinates(study):
     _, cells = study
     wide = {"experiment": "main", "model": "vgg16", "gpus": 2, "strategy": None, "repeat": np.nan}
     nowhere = dict.fromkeys(FINDING)
-    found = list(explore.iter_findings_by_cell(cells, [FINDING, wide, nowhere]))
+    found = list(explore.iter_finding_indices_per_cell(cells, [FINDING, wide, nowhere]))
     on_wide = (cells["model"] == "vgg16") & (cells["gpus"] == 2)
     assert [1 in places for places in found] == list(on_wide)
     assert not any(2 in places for places in found)
     sets = pd.concat([cells.assign(set="a"), cells.assign(set="b")], ignore_index=True)
-    found = list(explore.iter_findings_by_cell(sets, [{**wide, "set": "b"}]))
+    found = list(explore.iter_finding_indices_per_cell(sets, [{**wide, "set": "b"}]))
     assert [bool(places) for places in found] == [False] * len(cells) + list(on_wide)
 
 
@@ -147,7 +147,9 @@ def many(study):
     cells = many_cells(study[1], 10_000).assign(set="a10g")
     cells.loc[5_000:, "set"] = "a100"
     findings = [{**FINDING, "set": "a100", "model": model} for model in cells["model"].unique()]
-    return cells, explore.render_page(explore.make_page_data(cells, findings), "many", [], None)
+    return cells, explore.render_explore_page(
+        explore.make_page_data(cells, findings), "many", [], None
+    )
 
 
 @pytest.mark.slow
@@ -179,8 +181,8 @@ def page(browser, study):
     """The study's page, opened anew."""
     folder, cells = study
     path = folder / "explore.html"
-    notices = [report.describe_devices(cells), *report.iter_notices(cells, partial=False)]
-    path.write_text(explore.make_page(given_of(folder, cells), notices))
+    notices = [report.describe_devices(cells), *report.iter_core_notices(cells, partial=False)]
+    path.write_text(explore.make_study_page(given_of(folder, cells), notices))
     browser.complaints.clear()
     open_page(browser, path)
     yield path
@@ -424,7 +426,7 @@ def test_no_choice_of_axes_and_filters_breaks_the_page(browser, study, tmp_path,
     cells.loc[cells.index[-1], "status"] = "missing"
     cells = cells.iloc[rows]
     path = tmp_path / "explore.html"
-    path.write_text(explore.render_page(explore.make_page_data(cells), "odd", [], None))
+    path.write_text(explore.render_explore_page(explore.make_page_data(cells), "odd", [], None))
     browser.complaints.clear()
     open_page(browser, path)
     assert browser.run(EVERYTHING) > 5

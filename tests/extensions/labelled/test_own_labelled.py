@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stratbench.extensions.plan.footprint.request import compute_data_bytes
-from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
@@ -364,7 +364,7 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
     assert tasks.get_task_name(before, facts.shape) == task
     assert not facts.has_known_metadata
     with pytest.raises(ConfigError, match=r"datasets\.mine: is not yet prepared"):
-        make_subject(config, study, cell)
+        make_cell_to_plan(config, study, cell)
     folder = tmp_path / "results/data/mine"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(
@@ -380,7 +380,7 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
         facts.task,
         facts.vocabulary,
     )
-    assert make_subject(config, study, cell).data.shape == facts.shape
+    assert make_cell_to_plan(config, study, cell).data.shape == facts.shape
     kept = study.build_training_config() | {
         "data_specs": study.data_specs(),
         "own_code": study.describe_own_code(),
@@ -388,7 +388,9 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
     again = type(study)(json.loads(json.dumps(kept)), "s")
     assert again.settings(again.cells[0]) == before
     # A batch is as the example that is planned with, and the plan counts the arrays' bytes.
-    x, y = DeviceData.load(folder, dtype=torch.float64).make_training_batch(torch.tensor([3, 0]))
+    x, y = DeviceData.load_prepared_data_set(folder, dtype=torch.float64).make_training_batch(
+        torch.tensor([3, 0])
+    )
     shown = make_example_batch(
         2, after.shape, after.classes, torch.device("cpu"), torch.float64, torch.channels_last,
         False, after.vocabulary is not None,

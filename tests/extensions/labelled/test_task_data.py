@@ -19,7 +19,11 @@ from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
 from stratbench.workload.data.datasets import describe_data_set
-from stratbench.workload.data.device_data import DeviceData, choose_eval_batch, make_example_batch
+from stratbench.workload.data.device_data import (
+    DeviceData,
+    choose_evaluation_batch_size,
+    make_example_batch,
+)
 from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import own
@@ -52,7 +56,7 @@ def facts_of(source: str) -> Any:
 
 def test_batches_are_shaped_as_the_example_and_fill_the_bytes_that_the_plan_counts(made):
     facts = facts_of(made.name)
-    data = DeviceData.load(made, dtype=torch.float64)
+    data = DeviceData.load_prepared_data_set(made, dtype=torch.float64)
     x, y = data.make_training_batch(torch.tensor([5, 0, 7]))
     labelled = facts.vocabulary is not None
     shown = make_example_batch(
@@ -63,7 +67,7 @@ def test_batches_are_shaped_as_the_example_and_fill_the_bytes_that_the_plan_coun
     _, arrays = prepared.read_data_set(made)
     stored = sum(array.nbytes for array in arrays.values())
     assert compute_data_bytes(facts, facts.shape, augment=False) == stored + 8 * 2000
-    test_x, _ = data.make_test_batch(0, min(40, choose_eval_batch(facts.shape)))
+    test_x, _ = data.make_test_batch(0, min(40, choose_evaluation_batch_size(facts.shape)))
     assert test_x.shape[1:] == x.shape[1:]
 
 
@@ -87,7 +91,7 @@ def test_a_hidden_token_is_asked_for_and_no_other(tmp_path):
     error = told.std() / math.sqrt(told.size)
     free = (counts > 0).sum() / 2 / (2000 * 22)
     assert told.mean() == pytest.approx(meta["least_loss"], abs=4 * error + 2 * free)
-    assert meta["least_loss"] < generated.MarkovChain(12, 0).entropy()
+    assert meta["least_loss"] < generated.MarkovChain(12, 0).compute_entropy_rate()
 
 
 def test_the_entropy_between_two_neighbours_is_that_of_all_triples():
@@ -97,7 +101,7 @@ def test_the_entropy_between_two_neighbours_is_that_of_all_triples():
     triples = chain.share[:, None, None] * step[:, :, None] * step[None]
     outer = triples.sum(1, keepdims=True)
     ratio = np.divide(triples, outer, where=triples > 0, out=np.ones_like(triples))
-    assert generated.compute_entropy_between_neighbours(chain) == pytest.approx(
+    assert generated.compute_entropy_given_neighbours(chain) == pytest.approx(
         -(triples * np.log(ratio)).sum(), abs=1e-9
     )
 
@@ -121,7 +125,7 @@ def test_the_loudest_pitch_of_a_tone_is_its_class(tmp_path):
     step = (64 // 2 - 1) // 4
     loud = np.abs(np.fft.rfft(x)).sum(1)[:, step : 5 * step : step].argmax(1)
     assert (loud == np.arange(2000) % 4).mean() > 0.99
-    data = DeviceData.load(tmp_path / "it", dtype=torch.float64)
+    data = DeviceData.load_prepared_data_set(tmp_path / "it", dtype=torch.float64)
     inputs, _ = data.make_training_batch(torch.arange(2000))
     assert inputs.mean((0, 2)).abs().max() < 1e-6
     assert (inputs.std((0, 2)) - 1).abs().max() < 1e-4
@@ -136,7 +140,9 @@ def test_hidden_tokens_weigh_and_others_are_left_out():
     assert weight == 8
     expected = torch_loss(outputs.flatten(0, 1), targets.flatten(), ignore_index=tasks.IGNORED)
     assert total / weight == pytest.approx(float(expected), rel=1e-6)
-    found = tasks.compute_evaluation(tasks.compute_batch_sums(task, outputs, targets).tolist())
+    found = tasks.compute_test_loss_and_score(
+        tasks.compute_batch_sums(task, outputs, targets).tolist()
+    )
     assert (found.loss, found.score) == pytest.approx((float(expected),) * 2, rel=1e-6)
     assert found.left_out == 12
 
@@ -175,7 +181,7 @@ def test_a_data_set_says_its_task_and_the_tokens_of_labelled_texts(source):
     facts = tasks.describe_task(task, "it", data.classes, data.shape, 0.5)
     assert facts["least_loss"] == 0.5
     assert facts["counts_per_sample"] == (24 if facts["counts"] == "tokens" else 1)
-    roles = own.compute_data_values(data.classes, data.shape, data.vocabulary)
+    roles = own.collect_data_values(data.classes, data.shape, data.vocabulary)
     assert roles["classes"] == data.classes
     assert x.shape == (2, *data.shape)
 
@@ -236,7 +242,7 @@ def test_a_value_that_nothing_can_be_made_of_is_told(spec, reason):
 
 def test_a_setting_of_ours_names_no_task_where_the_shape_does():
     assert settings("ddp").task is None
-    assert {kind: tasks.get_default_task(shape) for kind, shape in
+    assert {kind: tasks.get_default_task_name(shape) for kind, shape in
             (("text", (5,)), ("waveform", (1, 9)), ("image", (3, 8, 8)))} == {
         "text": "next-token", "waveform": "audio-classification", "image": "classification",
     }  # fmt: skip

@@ -125,7 +125,10 @@ REFUSED = {
         "MixtralEager",
         "pipeline",
     ): "but forward needs values of tensors (aten.nonzero.default); for experts",
-    ("Adapted", "tensor"): "strategy `tensor` cannot divide layers with LoRA adapters; remove the key lora",
+    (
+        "Adapted",
+        "tensor",
+    ): "strategy `tensor` cannot divide layers with LoRA adapters; remove the key lora",
     ("GPT2LMHeadModel", "tensor"): "transformers has no plan by which the layers of GPT2LM",
     ("GPT2LMHeadModel", "pipeline"): "transformers has no plan by which GPT2LMHeadModel can",
 }
@@ -171,8 +174,8 @@ def study_of(entry: dict[str, Any], **changes: Any) -> Study:
 
 def built_from(entry: dict[str, Any]) -> nn.Module:
     """The network of an entry of `models`, as a job builds it."""
-    model = models.make_model_metadata("mine", study_of(entry).get_own_model("mine"))
-    return models.build_for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+    model = models.make_model_metadata("mine", study_of(entry).get_own_model_specification("mine"))
+    return models.build_model_for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -366,11 +369,11 @@ LLAMA = {"transformers": "LlamaForCausalLM", "arguments": TINY}
 
 @with_transformers
 def test_a_model_is_sharded_by_the_classes_that_it_states():
-    model = models.make_model_metadata("mine", study_of(LLAMA).get_own_model("mine"))
-    built = models.build_for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
-    labels = [label for label, _ in models.list_wrap_groups(model, built)]
+    model = models.make_model_metadata("mine", study_of(LLAMA).get_own_model_specification("mine"))
+    built = models.build_model_for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+    labels = [label for label, _ in models.list_shard_groups(model, built)]
     assert labels == ["network.model.layers.0", "network.model.layers.1"]
-    said = models.describe_own_model(model, built, VOCABULARY, (POSITIONS,))
+    said = models.describe_own_model_for_record(model, built, VOCABULARY, (POSITIONS,))
     assert said["sharding"] == "instances of LlamaDecoderLayer"
 
 
@@ -399,7 +402,7 @@ def test_a_file_says_the_same_as_a_class_and_its_place_does_not_count(tmp_path):
         (tmp_path / place).mkdir()
         (tmp_path / place / "config.json").write_text(json.dumps(config))
         entries.append({"transformers": str(tmp_path / place)})
-    first, second = (study_of(entry).get_own_model("mine") for entry in entries)
+    first, second = (study_of(entry).get_own_model_specification("mine") for entry in entries)
     assert first == second
     bare = {key: value for key, value in config.items() if key != "architectures"}
     (tmp_path / "one" / "config.json").write_text(json.dumps(bare))
@@ -411,15 +414,15 @@ def test_a_file_says_the_same_as_a_class_and_its_place_does_not_count(tmp_path):
 @with_transformers
 def test_a_vocabulary_and_a_length_may_be_larger_than_the_datas_and_not_smaller():
     larger = LLAMA | {"arguments": TINY | {"vocab_size": 11}}
-    model = models.make_model_metadata("mine", study_of(larger).get_own_model("mine"))
+    model = models.make_model_metadata("mine", study_of(larger).get_own_model_specification("mine"))
     built = built_from(larger)
-    groups = models.list_wrap_groups(model, built)
+    groups = models.list_shard_groups(model, built)
     task = tasks.NextToken()
-    models.take_model_trial(model, built, VOCABULARY, (POSITIONS,), groups, task, torch.float64)
+    models.run_model_trial(model, built, VOCABULARY, (POSITIONS,), groups, task, torch.float64)
     assert built(torch.zeros(2, POSITIONS, dtype=torch.long)).shape == (2, POSITIONS, 11)
     gpt2 = {"transformers": "GPT2LMHeadModel", "arguments": OF_GPT2}
-    model = models.make_model_metadata("mine", study_of(gpt2).get_own_model("mine"))
-    longer = models.build_for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
+    model = models.make_model_metadata("mine", study_of(gpt2).get_own_model_specification("mine"))
+    longer = models.build_model_for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
     assert longer.network.config.n_positions == 2000
     for key, reason in {
         "vocab_size": "vocab_size = 5: the data set has 8 different tokens; remove the key, or set",
@@ -442,9 +445,9 @@ def test_it_starts_from_a_folders_weights_only_if_asked_for_and_unpickles_nothin
     expected = saved.state_dict()[name].double()
     assert not built_from(entry).network.state_dict()[name].equal(expected)
     assert built_from(entry | {"weights": True}).network.state_dict()[name].equal(expected)
-    first = study_of(entry | {"weights": True}).get_own_model("mine")
+    first = study_of(entry | {"weights": True}).get_own_model_specification("mine")
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    assert study_of(entry | {"weights": True}).get_own_model("mine") != first
+    assert study_of(entry | {"weights": True}).get_own_model_specification("mine") != first
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"weights = true: .* is no folder with \*\.safetensors"):
         study_of(entry | {"weights": True})
@@ -464,7 +467,7 @@ def test_weights_are_read_again_only_where_their_files_changed(tmp_path, monkeyp
     def sha256() -> str:
         raw = config_of({"transformers": str(folder), "weights": True})
         study = load_config(raw | {"results": str(tmp_path / "results")})[1]
-        return study.get_own_model("mine")["kwargs"]["weights_sha256"]
+        return study.get_own_model_specification("mine")["kwargs"]["weights_sha256"]
 
     first = sha256()
     assert (sha256(), len(read)) == (first, 2)
@@ -475,20 +478,23 @@ def test_weights_are_read_again_only_where_their_files_changed(tmp_path, monkeyp
 
 @with_transformers
 def test_texts_and_images_are_told_apart_in_a_sentence():
-    image = models.make_model_metadata("mine", study_of(ENTRIES[VIT]).get_own_model("mine"))
+    image = models.make_model_metadata(
+        "mine", study_of(ENTRIES[VIT]).get_own_model_specification("mine")
+    )
     with pytest.raises(ModelError, match="the data set has texts, but ViTConfig has no vocab_size"):
-        models.build_for_training(image, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+        models.build_model_for_training(image, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     sound = models.make_model_metadata(
-        "mine", study_of(ENTRIES["Wav2Vec2ForSequenceClassification"]).get_own_model("mine")
+        "mine",
+        study_of(ENTRIES["Wav2Vec2ForSequenceClassification"]).get_own_model_specification("mine"),
     )
     reason = "the data set has texts, but Wav2Vec2ForSequenceClassification takes waveforms"
     with pytest.raises(ModelError, match=reason):
-        models.build_for_training(sound, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
-    model = models.make_model_metadata("mine", study_of(LLAMA).get_own_model("mine"))
+        models.build_model_for_training(sound, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
+    model = models.make_model_metadata("mine", study_of(LLAMA).get_own_model_specification("mine"))
     with pytest.raises(
         ModelError, match="the data set has images, but LlamaConfig has no image_size"
     ):
-        models.build_for_training(model, 5, (1, 4, 4), 0, CPU, torch.float64)
+        models.build_model_for_training(model, 5, (1, 4, 4), 0, CPU, torch.float64)
 
 
 @with_transformers
@@ -578,7 +584,7 @@ def test_files_show_the_keys_that_a_config_has():
     for name in KINDS:
         kind = getattr(transformers, name).config_class
         keys = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-        file = transformers_models._find_file_of_class(folder, name)
+        file = transformers_models._find_class_file(folder, name)
         found = transformers_models._read_config_keys(folder, file, name)
         assert keys <= found, name
         assert {key for key in found if not hasattr(kind(), key)} <= implementations
@@ -599,7 +605,7 @@ def test_adapters_are_made_by_peft_whose_version_counts_and_whose_options_are_kn
     trained = [n for n, p in built_from(adapted).named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 2
     assert all("lora_" in name for name in trained)
-    assert study_of(adapted).get_own_model("mine")["version"] == (
+    assert study_of(adapted).get_own_model_specification("mine")["version"] == (
         f"{metadata.version('transformers')}, peft {metadata.version('peft')}"
     )
     assert faults_of(adapted) == []

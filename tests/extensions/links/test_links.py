@@ -24,8 +24,8 @@ from stratbench.extensions.links.collective_cost import (
     fit_links,
     served,
 )
-from stratbench.extensions.links.processes import run_in_processes
-from stratbench.extensions.links.section import TEMPLATE, make_section_values
+from stratbench.extensions.links.processes import run_calls_in_processes
+from stratbench.extensions.links.section import TEMPLATE, make_links_section_values
 from stratbench.extensions.links.timing import KINDS, Sweep
 from stratbench.extensions.projection.links import Unmeasured, read_links
 from stratbench.telemetry.collectives import CollectiveCall
@@ -103,7 +103,7 @@ def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers
     last = layouts[-1]
     for at in (*layouts, LinkLayout(2 * last.workers, 2 * last.nodes if last.nodes > 1 else 1)):
         for size in SIZES:
-            seconds, _ = read.time_collective(CollectiveCall("all_reduce", size), at)
+            seconds, _ = read.compute_collective_time(CollectiveCall("all_reduce", size), at)
             true_s = algorithm("all_reduce", size, at).compute_seconds(TRUE)
             assert seconds == pytest.approx(true_s, rel=0.01), (at, size)
 
@@ -115,7 +115,7 @@ def test_one_count_tells_ring_and_tree_not_apart_and_the_longer_is_said_beyond(a
     for workers, most in ((8, 1.01), (16, 2.0)):
         at = LinkLayout(workers)
         for size in SIZES:
-            seconds, _ = read.time_collective(CollectiveCall("all_reduce", size), at)
+            seconds, _ = read.compute_collective_time(CollectiveCall("all_reduce", size), at)
             true_s = algorithm("all_reduce", size, at).compute_seconds(TRUE)
             assert 0.99 * true_s < seconds < most * true_s
 
@@ -136,18 +136,18 @@ def test_what_does_not_depend_on_its_bytes_has_no_rate():
 
 
 def test_sizes_go_from_a_kibibyte_to_the_largest():
-    sizes = Sweep((2,), 100 << 20, 1).list_sizes_bytes()
+    sizes = Sweep((2,), 100 << 20, 1).list_tensor_sizes_bytes()
     assert (sizes[0], sizes[-1]) == (1024, 100 << 20)
     assert sizes == sorted(set(sizes))
-    assert Sweep((2,), 1024, 1).list_sizes_bytes() == [1024]
+    assert Sweep((2,), 1024, 1).list_tensor_sizes_bytes() == [1024]
 
 
 def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
-    assert make_section_values(tmp_path) is None
+    assert make_links_section_values(tmp_path) is None
     both = [LinkLayout(2), LinkLayout(4), LinkLayout(4, 2), LinkLayout(8, 2)]
     calm = [CollectiveTime("gloo", "send", 2, 1, size, 0, 1e-4 + size / 1e9) for size in SIZES]
     links.write_links(tmp_path, made_up("all_reduce", both) + calm, 1.25)
-    section = make_section_values(tmp_path)
+    section = make_links_section_values(tmp_path)
     assert [(r["name"], r["level"], r["doubtful"]) for r in section["rows"]] == [
         ("all-reduce by gloo", "within nodes", True),
         ("all-reduce by gloo", "between nodes", True),
@@ -167,7 +167,7 @@ def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
     table = tmp_path / "links.csv"
     table.write_text(table.read_text().replace(",ring,", ",<script>,"))
     with pytest.raises(ValueError, match="is not a valid table"):
-        make_section_values(tmp_path)
+        make_links_section_values(tmp_path)
 
 
 def test_links_are_read_back_for_the_projection(tmp_path):
@@ -177,7 +177,7 @@ def test_links_are_read_back_for_the_projection(tmp_path):
     expected = ALGORITHMS["gloo"]["all_reduce"][0](
         "all_reduce", 1e7, LinkLayout(16)
     ).compute_seconds(TRUE)
-    assert read.time_collective(CollectiveCall("all_reduce", 1e7), LinkLayout(16))[
+    assert read.compute_collective_time(CollectiveCall("all_reduce", 1e7), LinkLayout(16))[
         0
     ] == pytest.approx(expected, rel=1e-3)
     with pytest.raises(Unmeasured, match="no links of nccl"):
@@ -213,7 +213,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
     found = read_links(tmp_path / "links.csv", "gloo")
     assert found.compute_slowdown >= 1
     large, small = (
-        found.time_collective(CollectiveCall("all_reduce", n), LinkLayout(2))[0]
+        found.compute_collective_time(CollectiveCall("all_reduce", n), LinkLayout(2))[0]
         for n in (1 << 23, 1 << 10)
     )
     assert large >= small
@@ -223,7 +223,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_process_that_fails_ends_the_others(tmp_path):
     with pytest.raises(RuntimeError, match="ended with exit code"):
-        run_in_processes([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
+        run_calls_in_processes([(_fails, ()), (_waits, (str(tmp_path / "told"),))])
 
 
 def _fails() -> None:

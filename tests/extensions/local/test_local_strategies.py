@@ -44,7 +44,7 @@ ADAMW = {"optimizer": "adamw", "momentum": 0.0, "betas": [0.9, 0.99], "eps": 1e-
 class NeverTheLast(LocalSGD):
     """Mutant: what is left of a period is not averaged."""
 
-    def is_due(self, period: int, start: int = 0) -> bool:
+    def is_exchange_due(self, period: int, start: int = 0) -> bool:
         return (self.steps - start) % period == 0
 
 
@@ -60,7 +60,7 @@ class HeavyBall(DiLoCo):
     def exchange_weights(self) -> None:
         before = [t.clone() for t in self.outer]
         super().exchange_weights()
-        if self.is_due(self.options.inner_steps):
+        if self.is_exchange_due(self.options.inner_steps):
             for flat, outer, then, m in zip(
                 self.weights, self.outer, before, self.momenta, strict=True
             ):

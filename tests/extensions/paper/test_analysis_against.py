@@ -12,7 +12,7 @@ from stratbench.extensions.audit import audit
 from stratbench.extensions.paper import against, claims, published
 from stratbench.extensions.paper import section as paper_section
 from stratbench.extensions.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
-from stratbench.extensions.paper.metrics import METRICS, ClaimFigure
+from stratbench.extensions.paper.metrics import METRICS, ClaimValue
 from stratbench.statistics.intervals import compute_paired_ratios
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ NOTHING = pd.DataFrame(columns=list(AUDIT_COLUMNS))
 
 @pytest.fixture(scope="module")
 def v2():
-    return published.make_cells_of_version("v2")
+    return published.make_cells_from_paper("v2")
 
 
 def verdicts(cells, findings=NOTHING):
@@ -66,10 +66,14 @@ def test_only_repeats_that_both_have_are_compared(v2):
         for repeat, time_s in found.items()
     ]
     groups = Repeats(pd.concat(rows))
-    found = groups.read_common_values((ddp, fsdp), "train_time_s", "time")
+    found = groups.read_values_of_common_repeats((ddp, fsdp), "train_time_s", "time")
     assert found.tolist() == [[10, 20], [30, 60]]
     rows[1:3] = [row.assign(train_time_s=np.nan) for row in rows[1:3]]
-    assert not Repeats(pd.concat(rows)).read_common_values((ddp, fsdp), "train_time_s", "time").size
+    assert (
+        not Repeats(pd.concat(rows))
+        .read_values_of_common_repeats((ddp, fsdp), "train_time_s", "time")
+        .size
+    )
 
 
 def test_only_the_papers_models_on_gpus_are_evidence(v2):
@@ -114,19 +118,20 @@ def test_claims_that_rest_on_copied_or_censored_figures_say_so(v2):
     ids=lambda changed: next(iter(changed)),
 )
 def test_only_cells_that_correspond_are_judged(v2, changed):
-    assert published.mask_counterparts(v2).all()
+    assert published.mask_cells_in_paper(v2).all()
     others = v2.assign(**changed)
-    assert not published.mask_counterparts(others).any()
+    assert not published.mask_cells_in_paper(others).any()
     listed = against.compare_published_cells(others.drop_duplicates(GROUP), NOTHING)
     assert listed["ours"].isna().all()
 
 
 def test_a_spread_is_called_what_it_is():
-    assert claims.describe_figure(ClaimFigure("x", 1.5, 1.25, 1.75)) == "1.50 [1.25, 1.75]"
+    assert claims.describe_claim_value(ClaimValue("x", 1.5, 1.25, 1.75)) == "1.50 [1.25, 1.75]"
     assert (
-        claims.describe_figure(ClaimFigure("x", 1.5, 1.25, 1.75, "range")) == "1.50 (1.25 to 1.75)"
+        claims.describe_claim_value(ClaimValue("x", 1.5, 1.25, 1.75, "range"))
+        == "1.50 (1.25 to 1.75)"
     )
-    assert claims.describe_figure(ClaimFigure("x", 9, 9, np.inf, "bound")) == "at least 9.00"
+    assert claims.describe_claim_value(ClaimValue("x", 9, 9, np.inf, "bound")) == "at least 9.00"
 
 
 @pytest.mark.parametrize(
@@ -141,8 +146,8 @@ def test_a_spread_is_called_what_it_is():
     ],
 )
 def test_a_claim_is_judged_by_intervals_where_there_are_any(figures, expected):
-    listed = [ClaimFigure("x", *figure) for figure in figures]
-    assert claims.judge_figures(listed, 2, 3) == expected
+    listed = [ClaimValue("x", *figure) for figure in figures]
+    assert claims.judge_claim_values(listed, 2, 3) == expected
 
 
 def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
@@ -151,10 +156,10 @@ def test_a_true_claim_is_seldom_refuted_however_many_figures_it_has():
     refuted = [0, 0]
     for _ in range(300):
         noise = np.exp(rng.normal(0, 0.03, (20, 2, 3)))
-        figures = [ClaimFigure(str(i), 1.0, paired_values=pair) for i, pair in enumerate(noise)]
-        figures = claims.add_intervals(figures)
+        figures = [ClaimValue(str(i), 1.0, paired_values=pair) for i, pair in enumerate(noise)]
+        figures = claims.add_intervals_to_ratios(figures)
         alone = compute_paired_ratios(list(noise), [False] * 20)
-        refuted[0] += claims.judge_figures(figures, 1.005, np.nan) == FAILS
+        refuted[0] += claims.judge_claim_values(figures, 1.005, np.nan) == FAILS
         refuted[1] += any(ratio.high < 1 for ratio in alone)
     together, each = (count / 300 for count in refuted)
     print(
@@ -175,8 +180,8 @@ def test_a_single_repeat_is_called_one(v2):
 
 
 def test_a_range_may_be_open():
-    assert claims.judge_figures([ClaimFigure("x", 99.0)], 2, np.nan) == HOLDS
-    assert claims.judge_figures([ClaimFigure("x", 99.0)], np.nan, 6) == FAILS
+    assert claims.judge_claim_values([ClaimValue("x", 99.0)], 2, np.nan) == HOLDS
+    assert claims.judge_claim_values([ClaimValue("x", 99.0)], np.nan, 6) == FAILS
 
 
 def test_the_paper_beside_itself_is_one_everywhere(v2):
@@ -203,7 +208,7 @@ def test_ratios_of_ratios_cancel_what_hardware_changes_and_show_what_strategies_
 
 
 def test_without_a_counterpart_the_section_says_so(tmp_path):
-    cells = published.make_cells_of_version("v2").assign(
+    cells = published.make_cells_from_paper("v2").assign(
         dataset="digits", device_kind="cpu", model="vgg-compact"
     )
     cells = cells.drop_duplicates(GROUP)
@@ -211,7 +216,7 @@ def test_without_a_counterpart_the_section_says_so(tmp_path):
         tmp_path / "against_cells.csv", index=False
     )
     judge_claims(cells, NOTHING).to_csv(tmp_path / "against_claims.csv", index=False)
-    section = paper_section.make_paper_section(tmp_path)
+    section = paper_section.collect_paper_section_values(tmp_path)
     assert section["with_counterpart"] == 0
     assert all(not table["rows"] for table in section["tables"])
     assert sum(table["total"] for table in section["tables"]) == section["total"] == 102

@@ -51,9 +51,9 @@ def test_the_tables_are_complete():
 
 
 def test_where_two_tables_print_the_same_cell_they_agree():
-    assert len(published.make_cells_of_version("v1")) == 18
-    assert len(published.make_cells_of_version("v2")) == 18 + 27
-    assert (published.make_cells_of_version("v2")["status"] == "timeout").sum() == 5
+    assert len(published.make_cells_from_paper("v1")) == 18
+    assert len(published.make_cells_from_paper("v2")) == 18 + 27
+    assert (published.make_cells_from_paper("v2")["status"] == "timeout").sum() == 5
 
 
 def test_ddp_and_fsdp_on_2_and_4_gpus_are_the_same_in_both_versions(time_s):
@@ -123,7 +123,7 @@ def test_one_time_is_printed_for_two_different_cells(time_s):
 
 
 def test_modified_async_gets_much_faster_from_two_to_four_gpus_on_resnet50(time_s):
-    cells = published.make_cells_of_version("v2")
+    cells = published.make_cells_from_paper("v2")
     stopped = cells[(cells["model"] == "resnet50") & (cells["gpus"] == 2)]
     limit_s = stopped.loc[stopped["status"] == "timeout", "time_limit_s"].item()
     speedup = limit_s / time_s("ps-async-modified", "resnet50", 4)
@@ -160,7 +160,7 @@ def test_the_memory_claims_exceed_what_sharding_can_do_on_two_gpus():
 
 def test_no_model_was_trained_by_a_server_and_by_ddp_on_the_same_data():
     for version in ("v1", "v2"):
-        cells = published.make_cells_of_version(version)
+        cells = published.make_cells_from_paper(version)
         kinds = cells.groupby(["dataset", "model", "device_name"])["strategy_kind"].nunique()
         assert kinds.max() == 1
 
@@ -171,4 +171,4 @@ def test_disagreeing_tables_are_refused(monkeypatch):
     spoilt.loc[(spoilt["table"] == "6") & (spoilt["strategy"] == "ps-sync"), "value"] += 1
     monkeypatch.setattr(published, "read_published_tables", lambda: pd.DataFrame(spoilt))
     with pytest.raises(ValueError, match="two tables have different values of ps-sync"):
-        published.make_cells_of_version("v2")
+        published.make_cells_from_paper("v2")

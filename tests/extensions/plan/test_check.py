@@ -25,7 +25,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan import check
 from stratbench.extensions.plan.footprint import cache
-from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.strategies import get_option_defaults, get_strategy_class
@@ -99,9 +99,9 @@ def train(name: str, way: str | None, rank: int, world: int) -> tuple[str | None
     torch.manual_seed(0)
     model = getattr(odd_networks, name)(CLASSES)
     groups = (
-        sharding.group_by_class(model, wrap_classes, name)
+        sharding.group_modules_by_class(model, wrap_classes, name)
         if wrap_classes
-        else sharding.group_by_size(model)
+        else sharding.group_modules_by_size(model)
     )
     s = settings(base, options=get_option_defaults(base) | options, gpus=world)
     cls = get_strategy_class(base)
@@ -125,7 +125,7 @@ def groups_agree(rank: int, sign: int) -> str | None:
     """What FSDP says after two steps with `Orders`, the second on data of `sign`; None: nothing."""
     torch.manual_seed(0)
     model = odd_networks.Orders(CLASSES)
-    groups = sharding.group_by_class(model, ["Block"], "Orders")
+    groups = sharding.group_modules_by_class(model, ["Block"], "Orders")
     s = settings(
         "fsdp", options=get_option_defaults("fsdp"), own_model={"call": "x"}, model="orders"
     )
@@ -212,7 +212,7 @@ def make_model_study(names: dict[str, list[str] | None], **changes):
 def found_of(name: str, wrap_classes: list[str] | None = None, **changes) -> dict[str, str | None]:
     """What the check says of a network: strategy -> why it is refused."""
     config, study = make_model_study({name: wrap_classes}, **changes)
-    subjects = [make_subject(config, study, cell) for cell in study.cells]
+    subjects = [make_cell_to_plan(config, study, cell) for cell in study.cells]
     with tempfile.TemporaryDirectory() as folder:
         networks, made = check.rehearse_requests([s.request for s in subjects], Path(folder))
     (network,) = networks.values()
@@ -239,13 +239,13 @@ def test_the_check_says_what_strategies_really_do(name, outcomes):
 
 def test_a_network_in_a_format_of_its_own_is_told_what_it_is_trained_in():
     config, study = make_model_study({"Halved": None, "HalvedInput": None}, strategies=["ddp"])
-    requests = [make_subject(config, study, cell).request for cell in study.cells]
+    requests = [make_cell_to_plan(config, study, cell).request for cell in study.cells]
     halved = check.check_network(requests[0])
     told = "its code creates parameters in bfloat16, but all strategies train them in float32 (`precision`)"
     assert halved.fault is None
     assert told in halved.remarks
     with pytest.raises(users_code.ModelError, match="BFloat16") as raised:
-        check._run_trial(requests[1], on_fake_tensors=False)
+        check._run_model_trial(requests[1], on_fake_tensors=False)
     assert str(raised.value).endswith(f"; {told}: cast a layer's input to the dtype of its weight")
 
 
@@ -442,7 +442,7 @@ BAD_TASKS = {
 }
 
 
-def check_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch, **blocks: dict) -> check.Checked:
+def check_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch, **blocks: dict) -> check.StudyCheck:
     """The check of a study with an experiment for each of `blocks`, all of the network Plain."""
     name = f"my_tasks_{abs(hash(folder))}"
     (folder / f"{name}.py").write_text(TASKS)
@@ -540,7 +540,7 @@ def test_what_had_no_fault_is_not_checked_again_and_a_fault_is(tmp_path, capsys,
         assert [cell.model for cell in checked.refusal_reasons_by_cell] == ["Unused"]
     assert (
         checked.checks_by_network[
-            check.Network.from_request(checked.subjects[0].request)
+            check.Network.from_request(checked.cells_to_plan[0].request)
         ].num_parameters
         == 898
     )
@@ -563,7 +563,7 @@ def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_
     )
     checked = check.check_study(config, study)
     assert not checked.refusal_reasons_by_cell
-    assert checked.rehearsals_by_request[checked.subjects[0].request].footprint.collectives
+    assert checked.rehearsals_by_request[checked.cells_to_plan[0].request].footprint.collectives
 
 
 def test_every_strategy_that_the_settings_refuse_is_told_at_once():
@@ -667,7 +667,7 @@ def by_policy(
     changes = {"precision": "bf16", "gpus": 1, "global_batch": 8, "per_worker_batch": 8} | changes
     s = settings("fsdp", options=options, own_model={"call": "x"}, **changes)
     strategy = get_strategy_class("fsdp")(get_strategy_class("fsdp").Options(**options))
-    groups = sharding.group_by_size(model)
+    groups = sharding.group_modules_by_size(model)
     place = torch.device("cpu"), RunFolder(Path()), groups
     return strategy, Worker(s, 0, world, world, *place, trial=trial)
 

@@ -20,7 +20,7 @@ from stratbench.workload.data.datasets import describe_data_set
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
-from stratbench.workload.network.chunked_loss import ChunkedLoss, find_head
+from stratbench.workload.network.chunked_loss import ChunkedLoss, find_output_layer
 from stratbench.workload.network.gpt import GPT
 from stratbench.workload.network.precision import get_weights_dtype
 from stratbench.workload.tasks import NextToken
@@ -46,8 +46,8 @@ def set_up(request) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     dtype = get_weights_dtype(request.settings.precision)
-    model = models.build_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
-    place = device, RunFolder(Path()), models.list_wrap_groups(MODEL, model)
+    model = models.build_model_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
+    place = device, RunFolder(Path()), models.list_shard_groups(MODEL, model)
     worker = base.Worker(
         request.settings, 0, 1, 1, *place, task=NextToken(), input_shape=(POSITIONS,)
     )
@@ -85,14 +85,14 @@ def test_the_loss_in_parts_is_that_of_the_whole(precision, chunks):
 def test_what_is_allocated_is_planned():
     request = request_for("single", MODEL, 1, loss_chunks=4)
     made, trace = set_up(request), OperatorTrace(on_cpu=True)
-    trace.tag_storages("parameters", made.model.parameters())
+    trace.set_purpose_of_storages("parameters", made.model.parameters())
     state = made.optimizer.state.values()
-    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
+    trace.set_purpose_of_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = batch(24)
-    trace.tag_storages("activations", (x, y))
+    trace.set_purpose_of_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    measured = max(trace.list_live_bytes_after_events(0, len(trace.events)))
     assert planned(request).compute_training_peak(24).n_bytes == measured
 
 
@@ -119,7 +119,7 @@ def test_scores_that_no_layer_returns_are_refused_with_the_remedy():
     assert model.training
     assert model.calls == 0
     tied = GPT(TOKENS, POSITIONS, layers=1, heads=2, width=8)
-    assert find_head(tied, torch.zeros(1, 4, dtype=torch.int64)) is tied.head
+    assert find_output_layer(tied, torch.zeros(1, 4, dtype=torch.int64)) is tied.head
 
 
 @pytest.mark.parametrize("strategy", ["ps-sync", "deepspeed", "tensor", "pipeline"])
@@ -138,7 +138,7 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     spec = {"source": "markov-text", "train_samples": 64, "test_samples": 24, "vocabulary": 8,
             "sequence": 16}  # fmt: skip
     prepare_data_set("text", tmp_path / "text", spec=spec)
-    data_spec = prepared.read_meta(tmp_path / "text")["spec"]
+    data_spec = prepared.read_unverified_metadata(tmp_path / "text")["spec"]
     s = settings(
         "fsdp", model=MODEL, dataset="text", data_spec=data_spec, gradient_accumulation_steps=2,
         loss_chunks=3,

@@ -54,7 +54,7 @@ def test_every_strategy_steps_as_on_cuda(model: str, precision: str, strategy: s
     request = request_for(
         strategy, model, workers, options=options, precision=precision, device="cuda"
     )
-    trace, made = fake.trace_steps(replace(request, eval_batch=4), [4])
+    trace, made = fake.trace_training_steps(replace(request, eval_batch=4), [4])
     assert [p.name for p in trace.phases] == [
         "setup",
         "forward",
@@ -74,13 +74,15 @@ def test_fsdp_hands_pytorch_no_container(monkeypatch: pytest.MonkeyPatch):
         return real(module, **arguments)
 
     monkeypatch.setattr(fsdp, "fully_shard", as_in_211)
-    fake.trace_steps(replace(request_for("fsdp", "densenet-compact", 4), eval_batch=4), [4])
+    fake.trace_training_steps(
+        replace(request_for("fsdp", "densenet-compact", 4), eval_batch=4), [4]
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_model_starts_from_its_seed_whatever_it_computes_in(precision: str):
     dtype = get_weights_dtype(precision)
-    model = models.build_for_training(
+    model = models.build_model_for_training(
         "resnet-compact", 10, (3, 32, 32), 5, torch.device("cpu"), dtype
     )
     torch.manual_seed(5)
@@ -97,8 +99,10 @@ def test_a_model_starts_from_its_seed_whatever_it_computes_in(precision: str):
 
 def test_batches_come_in_the_format_asked_for(tiny_data):
     """Training and test batches, also where a lone channel is repeated, with the same values."""
-    plain = DeviceData.load(tiny_data, shape=(3, 16, 16))
-    data = DeviceData.load(tiny_data, shape=(3, 16, 16), memory_format=torch.channels_last)
+    plain = DeviceData.load_prepared_data_set(tiny_data, shape=(3, 16, 16))
+    data = DeviceData.load_prepared_data_set(
+        tiny_data, shape=(3, 16, 16), memory_format=torch.channels_last
+    )
     for (x, _), (y, _) in (
         (plain.make_training_batch(torch.arange(5)), data.make_training_batch(torch.arange(5))),
         (plain.make_test_batch(3, 9), data.make_test_batch(3, 9)),

@@ -17,7 +17,7 @@ from stratbench.extensions.plan.footprint import cache
 from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.study.config.config import load_config
 from stratbench.workload import users_code
-from stratbench.workload.known_values import KnownFakes
+from stratbench.workload.known_values import KnownValueFakeMode
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -117,7 +117,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def checked_of(
     code: Path, names: list[str], strategies: list[str], gpus: int = 2, **stated
-) -> check.Checked:
+) -> check.StudyCheck:
     """The check of a study of the networks on texts, in bf16 on GPUs."""
     experiment = {
         "dataset": "texts", "models": names, "strategies": strategies, "gpus": [gpus], "epochs": 1,
@@ -150,7 +150,7 @@ def test_a_transformer_that_asks_whether_its_mask_is_causal_is_planned(
         (s.cell.model, s.cell.strategy): checked.rehearsals_by_request[
             s.request
         ].footprint.peak_moments
-        for s in checked.subjects
+        for s in checked.cells_to_plan
     }
     # What it is answered is what the network would have said of its mask.
     for strategy in strategies:
@@ -196,7 +196,7 @@ def test_a_network_that_keeps_a_tensor_is_not_predicted_and_told_in_one_sentence
 
 
 def test_values_that_follow_from_no_data_are_known():
-    with KnownFakes():
+    with KnownValueFakeMode():
         mask = torch.full((4, 4), float("-inf")).triu(1)
         assert bool((mask == torch.full((4, 4), float("-inf")).triu(diagonal=1)).all())
         assert torch.ones_like(torch.empty(2, 3)).sum().item() == 6
@@ -231,7 +231,7 @@ def test_values_that_follow_from_no_data_are_known():
     ],
 )
 def test_what_comes_of_data_weights_or_chance_has_no_values(make):
-    with KnownFakes():
+    with KnownValueFakeMode():
         largest = make().max()
         with pytest.raises(DataDependentOutputException):
             largest.item()

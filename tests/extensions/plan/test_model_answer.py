@@ -17,17 +17,17 @@ from stratbench.cell.text.words import COLUMNS
 from stratbench.command.__main__ import main as stratbench_main
 from stratbench.extensions.plan import public_runs
 from stratbench.extensions.plan.__main__ import main as plan_main
-from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
+from stratbench.extensions.plan.device_rates import find_gpu_datasheet, make_gpu_device
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks
 from stratbench.extensions.plan.footprint.footprint import make_footprint
-from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.extensions.plan.one_model import model_answer, one_network, rows
 from stratbench.extensions.plan.one_model.model_answer import (
     Question,
-    answer_question,
-    choose_batch,
+    answer_model_question,
+    predict_strategy_answer,
 )
-from stratbench.extensions.plan.pages.model_answer import format_answer
+from stratbench.extensions.plan.pages.model_answer import format_model_answer
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.study.config.messages import ConfigError
@@ -52,7 +52,7 @@ def small(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(small):
     first = []
-    answer = answer_question(CONFIG | {"results": "results"}, QUESTION, first.append)
+    answer = answer_model_question(CONFIG | {"results": "results"}, QUESTION, first.append)
     assert {c.strategy for c in first[0].strategy_answers} == {"fsdp-zero3"}
     found = {(c.strategy, c.uses_checkpointing): c for c in answer.strategy_answers}
     names = {"fsdp-zero3", "ddp", "tensor-2", "tensor-2-sequence", "pipeline-2"}
@@ -76,7 +76,7 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     for checkpointing in (False, True):
         whole, divided = (found[f"tensor-2{s}", checkpointing] for s in ("", "-sequence"))
         assert divided.micro_batch > whole.micro_batch
-    text = format_answer(answer)
+    text = format_model_answer(answer)
     assert "gpt-compact (" in text.splitlines()[0]
     assert "on 2 x A10G 24 GiB: texts of 64 tokens, adamw, bf16" in text.splitlines()[0]
     best = answer.strategy_answers[0]
@@ -94,49 +94,53 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
 @pytest.mark.slow
 def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_least(tmp_path):
     config = CONFIG | {"results": str(tmp_path)}
-    given = model_answer._fill_template(QUESTION, config)
+    given = model_answer._fill_study_template(QUESTION, config)
     config, study, left_out = one_network.make_model_study(config, "gpt-compact", "text", 64, given)
     assert left_out == []
     cell = next(c for c in study.cells if c.strategy == "ddp")
-    s = model_answer._without_evaluation(make_subject(config, study, cell))
+    s = model_answer._remove_evaluation(make_cell_to_plan(config, study, cell))
     footprint, cluster = make_footprint(s.request), config["cluster"]
-    device = make_gpu_device(find_gpu("A10G"), "bf16", cluster)
-    chosen = choose_batch(s, footprint, device, cluster)
-    more = choose_batch(s, footprint, device, cluster, batch=chosen.micro_batch + 1)
+    device = make_gpu_device(find_gpu_datasheet("A10G"), "bf16", cluster)
+    chosen = predict_strategy_answer(s, footprint, device, cluster)
+    more = predict_strategy_answer(s, footprint, device, cluster, batch=chosen.micro_batch + 1)
     assert chosen.verdict == FITS
-    room_bytes = device.compute_room_bytes(cluster["memory_margin"])
+    room_bytes = device.compute_max_fitting_bytes(cluster["memory_margin"])
     assert chosen.memory.allocated_bytes <= room_bytes < more.memory.allocated_bytes
     assert chosen.global_batch == 2 * chosen.micro_batch
-    full = choose_batch(s, footprint, device, cluster | {"memory_margin": 1e6}, min_samples=3)
+    full = predict_strategy_answer(
+        s, footprint, device, cluster | {"memory_margin": 1e6}, min_samples=3
+    )
     assert full.micro_batch == 3
-    huge = choose_batch(s, footprint, device, cluster, batch=1 << 20)
+    huge = predict_strategy_answer(s, footprint, device, cluster, batch=1 << 20)
     assert huge.verdict == DOES_NOT_FIT
 
 
 @pytest.mark.slow
 def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monkeypatch):
-    known = public_runs.get_public_band()
-    monkeypatch.setattr(public_runs, "get_public_band", lambda: known._replace(least_s=0.0))
+    known = public_runs.get_public_time_ratios()
+    monkeypatch.setattr(public_runs, "get_public_time_ratios", lambda: known._replace(least_s=0.0))
     question = replace(QUESTION, gpu="H100 80GB", gpus=1)
     config = CONFIG | {"results": str(tmp_path)}
-    given = model_answer._fill_template(replace(question, gpus=2), config)
+    given = model_answer._fill_study_template(replace(question, gpus=2), config)
     config, study, _ = one_network.make_model_study(config, "gpt-compact", "text", 64, given)
     choices = {}
     for name in ("ddp", "fsdp-zero3", "fsdp-offload"):
         cell = next(c for c in study.cells if c.strategy == name)
-        s = model_answer._without_evaluation(make_subject(config, study, cell))
-        device = make_gpu_device(find_gpu(question.gpu), "bf16", config["cluster"])
+        s = model_answer._remove_evaluation(make_cell_to_plan(config, study, cell))
+        device = make_gpu_device(find_gpu_datasheet(question.gpu), "bf16", config["cluster"])
         if name == "fsdp-zero3":  # no time goes by on links
             device = replace(device, link_bytes_per_s=1e15, network_bytes_per_s=1e15)
-        choices[name] = choose_batch(s, make_footprint(s.request), device, config["cluster"])
+        choices[name] = predict_strategy_answer(
+            s, make_footprint(s.request), device, config["cluster"]
+        )
     sources = {name: c.time_source for name, c in choices.items()}
     assert sources == {"ddp": "", "fsdp-zero3": known.source, "fsdp-offload": ""}
     best_s, worst_s, usual_s = choices["fsdp-zero3"].step_s
     assert (best_s, worst_s) == pytest.approx((usual_s * known.low, usual_s * known.high))
     best_s, worst_s, usual_s = choices["ddp"].step_s
     assert worst_s / best_s > known.high / known.low
-    sheet = find_gpu(question.gpu)
-    text = format_answer(
+    sheet = find_gpu_datasheet(question.gpu)
+    text = format_model_answer(
         model_answer.Answer(question, sheet, config["cluster"], s.data, "adamw", "bf16", 10**6,
                             [choices["fsdp-zero3"], choices["ddp"]], given["variants"], [], "all else")
     )  # fmt: skip
@@ -149,7 +153,7 @@ def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monk
 
 @pytest.mark.parametrize(("node", "sizes"), [(1, []), (2, [2]), (6, [2, 3, 6]), (8, [2, 4, 8])])
 def test_groups_that_divide_a_network_fill_a_node_evenly_as_strategies_declare(node, sizes):
-    variants = rows.list_divided_variants(node)
+    variants = rows.list_model_split_variants(node)
     expected = {f"tensor-{n}{switch}" for n in sizes for switch in ("", "-sequence")}
     assert set(variants) == expected | {f"pipeline-{n}" for n in sizes[-1:]}
     for name, variant in variants.items():
@@ -160,16 +164,16 @@ def test_groups_that_divide_a_network_fill_a_node_evenly_as_strategies_declare(n
 
 
 def test_what_is_not_planned_is_counted_and_named():
-    shared = {"fsdp": {"strategy": "fsdp"}, **rows.list_divided_variants(8)}
-    text = rows.describe_unplanned(8, 8, shared)
+    shared = {"fsdp": {"strategy": "fsdp"}, **rows.list_model_split_variants(8)}
+    text = rows.describe_unplanned_variants(8, 8, shared)
     others = "ddp, zero1, zero1-torch, deepspeed, ps-sync"
     assert text.startswith(f"5 of 8 strategies with DDP's updates ({others}); 9 of 13 values")
     assert "fsdp offload=cpu" in text
     assert "pipeline pipeline_parallel_size=4" in text
     assert "tensor_parallel_size" not in text
     offloaded = {"offloaded": {"strategy": "fsdp", "offload": "cpu"}}
-    assert "; 8 of 13 values" in rows.describe_unplanned(8, 8, shared | offloaded)
-    assert "DDP" not in rows.describe_unplanned(1, 1, {"single": {"strategy": "single"}})
+    assert "; 8 of 13 values" in rows.describe_unplanned_variants(8, 8, shared | offloaded)
+    assert "DDP" not in rows.describe_unplanned_variants(1, 1, {"single": {"strategy": "single"}})
 
 
 @pytest.mark.parametrize(
@@ -191,7 +195,7 @@ def test_what_is_not_planned_is_counted_and_named():
 def test_what_cannot_be_answered_is_told_by_its_option(changes, told, tmp_path):
     question = Question(**vars(QUESTION) | changes)
     with pytest.raises(ConfigError) as error:
-        answer_question(CONFIG | {"results": str(tmp_path)}, question)
+        answer_model_question(CONFIG | {"results": str(tmp_path)}, question)
     assert str(error.value).startswith(told)
 
 

@@ -39,8 +39,8 @@ def alone(tmp_path):
 def set_up(request, dtype: torch.dtype) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
-    model = models.build_for_training(MODEL, TOKENS, request.input_shape, 0, device, dtype)
-    groups = models.list_wrap_groups(MODEL, model)
+    model = models.build_model_for_training(MODEL, TOKENS, request.input_shape, 0, device, dtype)
+    groups = models.list_shard_groups(MODEL, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     return strategy
 
@@ -89,16 +89,16 @@ def test_what_an_implementation_allocates_is_planned(implementation, optimizer):
     made = set_up(request, torch.float32)
     trace = OperatorTrace(on_cpu=True)
     model = made.model
-    trace.tag_storages("parameters", model.parameters())
-    trace.tag_storages("buffers", model.buffers())
+    trace.set_purpose_of_storages("parameters", model.parameters())
+    trace.set_purpose_of_storages("buffers", model.buffers())
     state = get_optimizer_state(made.optimizer).values()
-    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
+    trace.set_purpose_of_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = (t[:1] for t in batch())
     x, y = x.clone(), y.clone()
-    trace.tag_storages("activations", (x, y))
+    trace.set_purpose_of_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    measured = max(trace.list_live_bytes_after_events(0, len(trace.events)))
     assert footprint.make_footprint(request).compute_training_peak(1).n_bytes == measured
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from stratbench.extensions.plan.footprint import cuda_autocast as ours
-from stratbench.extensions.plan.footprint.cuda_autocast import cuda_autocast
+from stratbench.extensions.plan.footprint.cuda_autocast import emulate_cuda_autocast
 
 
 def pytorchs_test_lists():
@@ -56,7 +56,7 @@ def test_the_lists_are_those_of_the_installed_pytorch():
 def test_what_pytorch_tests_in_float32_on_cuda_is_computed_so(name):
     called, args, *kwargs = ASKED[name]
     function = getattr(torch, called, None) or getattr(torch._C._nn, called)
-    with cuda_autocast(), torch.autocast("cpu", dtype=torch.float16):
+    with emulate_cuda_autocast(), torch.autocast("cpu", dtype=torch.float16):
         assert function(*args, **(kwargs[0] if kwargs else {})).dtype == torch.float32
 
 
@@ -71,18 +71,18 @@ def test_what_pytorch_tests_in_float32_on_cuda_is_computed_so(name):
 )  # fmt: skip
 def test_methods_and_what_is_made_of_several_operations_are_cast_too(call):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with cuda_autocast():
+        with emulate_cuda_autocast():
             assert call(SHORT).dtype == torch.float32
             assert F.softmax(SHORT, -1, dtype=torch.bfloat16).dtype == torch.bfloat16
             assert (SHORT @ SHORT).dtype == F.gelu(SHORT).dtype == torch.bfloat16
         assert F.softmax(SHORT, -1).dtype == torch.bfloat16  # as it is on a CPU, once it has ended
-    with cuda_autocast():
+    with emulate_cuda_autocast():
         assert SHORT.softmax(-1).dtype == torch.bfloat16
 
 
 def test_cross_entropy_makes_the_logarithms_in_the_scores_own_format():
     scores = SHORT.clone().requires_grad_()
-    with cuda_autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with emulate_cuda_autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
         loss = F.cross_entropy(scores, torch.arange(4))
     assert loss.dtype == torch.float32
     logarithms = F.log_softmax(SHORT, -1)

@@ -12,14 +12,14 @@ from torch import nn
 
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks, fake
 from stratbench.extensions.plan.footprint.drawn_out import (
-    UnlikeError,
+    TraceMismatchError,
     extrapolate_footprint,
-    make_footprint_by_blocks,
+    make_footprint_from_few_blocks,
 )
 from stratbench.extensions.plan.footprint.equal_blocks import (
     Blocks,
     are_blocks_called_alike,
-    find_blocks,
+    find_largest_equal_blocks,
 )
 from stratbench.extensions.plan.footprint.footprint import (
     Footprint,
@@ -84,9 +84,9 @@ def request_of(name: str, strategy: str, **changes) -> Request:
 
 
 def blocks_of(request: Request) -> Blocks | None:
-    with fake.fake_worker_environment(request):
+    with fake.open_fake_worker_environment(request):
         model, _, _ = fake.build_worker(request)
-        blocks = find_blocks(model)
+        blocks = find_largest_equal_blocks(model)
         x, _ = request.make_example_batch(2)
         return blocks if blocks and are_blocks_called_alike(model, blocks, x) else None
 
@@ -161,16 +161,16 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(
     request = request_of(name, strategy, **changes)
     blocks = blocks_of(request)
     assert blocks is not None
-    with pytest.raises(UnlikeError, match=reason):
+    with pytest.raises(TraceMismatchError, match=reason):
         extrapolate_footprint(partial(trace_two_steps, request, 0, None), blocks)
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
-    assert make_footprint_by_blocks(request, None, blocks) == (request, None)
+    assert make_footprint_from_few_blocks(request, None, blocks) == (request, None)
 
 
 def test_every_fourth_block_is_checkpointed_where_all_are_followed(monkeypatch):
     request = request_of(WIDE, "single", activation_checkpointing="every-4")
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
-    assert make_footprint_by_blocks(request, None, blocks_of(request)) == (request, None)
+    assert make_footprint_from_few_blocks(request, None, blocks_of(request)) == (request, None)
 
 
 def layers(count: int = 8, **given) -> nn.ModuleList:
@@ -179,7 +179,7 @@ def layers(count: int = 8, **given) -> nn.ModuleList:
 
 def test_only_modules_with_equal_parts_are_equal_blocks():
     def found(blocks: nn.ModuleList) -> Blocks | None:
-        return find_blocks(nn.ModuleDict({"of": blocks}))
+        return find_largest_equal_blocks(nn.ModuleDict({"of": blocks}))
 
     assert found(layers()) == ("of", 8)
     assert found(layers(equal_blocks.MIN_BLOCKS - 1)) is None
@@ -205,5 +205,5 @@ def test_a_block_that_computes_something_else_by_its_number_is_found(special, al
 def test_numbers_are_drawn_along_a_line():
     few, more = {"a": (1, 2.5), "b": "x"}, {"a": (3, 2.5), "b": "x"}
     assert drawn_out.extrapolate_numbers(few, more, 10) == {"a": (23, 2.5), "b": "x"}
-    with pytest.raises(UnlikeError):
+    with pytest.raises(TraceMismatchError):
         drawn_out.extrapolate_numbers({"b": "x"}, {"b": "y"}, 10)

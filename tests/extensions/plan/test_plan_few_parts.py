@@ -10,11 +10,11 @@ import pytest
 from test_plan_footprint import ADAMW, changed, request_for
 
 from stratbench.extensions.plan.footprint import fake, few_parts
-from stratbench.extensions.plan.footprint.drawn_out import UnlikeError
+from stratbench.extensions.plan.footprint.drawn_out import TraceMismatchError
 from stratbench.extensions.plan.footprint.few_parts import (
     extrapolate_collective_entries,
-    extrapolate_parts,
-    make_footprint_by_few_parts,
+    sum_weighted_footprints,
+    make_footprint_from_few_parts,
 )
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request
@@ -57,16 +57,16 @@ def test_the_units_of_a_pipeline_are_measured_once(monkeypatch):
     """They are measured on all layers, which takes longer than a stage's steps."""
     from stratbench.extensions.splitting import stages
 
-    measure, models = stages.measure_units, []
+    measure, models = stages.measure_unit_costs, []
 
     def count(model, *rest):
         models.append(model)
         return measure(model, *rest)
 
-    monkeypatch.setattr(stages, "measure_units", count)
+    monkeypatch.setattr(stages, "measure_unit_costs", count)
     monkeypatch.setattr(fake, "_measured", {})
     request = request_of("pipeline", 4, FOUR_STAGES | {"microbatches": 9})
-    assert make_footprint_by_few_parts(request).stage_footprints
+    assert make_footprint_from_few_parts(request).stage_footprints
     assert len(models) == 1
 
 
@@ -112,7 +112,7 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
         few_parts, "trace_two_steps", lambda *a, **k: followed.append(a) or real(*a, **k)
     )
     monkeypatch.setattr(few_parts, "make_footprint", None)
-    assert_same(make_footprint_by_few_parts(request), full, request.num_accumulated_parts)
+    assert_same(make_footprint_from_few_parts(request), full, request.num_accumulated_parts)
     if options.get("pipeline_parallel_size") == 4:
         # Three of the first stage, three that the middle ones share, and two of the last.
         assert len(followed) == 8
@@ -123,12 +123,14 @@ def test_what_few_parts_do_not_tell_is_followed_whole(monkeypatch):
     request = request_of("pipeline", 2, {"microbatches": 6, "pipeline_parallel_size": 2})
     monkeypatch.setattr(few_parts, "sum_weighted_numbers", raise_unlike)
     assert_same(
-        make_footprint_by_few_parts(request), make_footprint(request), request.num_accumulated_parts
+        make_footprint_from_few_parts(request),
+        make_footprint(request),
+        request.num_accumulated_parts,
     )
 
 
 def raise_unlike(*_: object) -> None:
-    raise UnlikeError("moments")
+    raise TraceMismatchError("moments")
 
 
 def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them():
@@ -142,7 +144,7 @@ def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them()
     assert extrapolate_collective_entries(few, more, 3) == [few[0], *[few[1]] * 5, few[2]]
     assert extrapolate_collective_entries(few, few, 3) == few
     for unlike in ([few[0], few[1], ("all_reduce", 17)], [*few[1:], few[0], few[0]], few[:1]):
-        with pytest.raises(UnlikeError):
+        with pytest.raises(TraceMismatchError):
             extrapolate_collective_entries(few, unlike, 3)
 
 
@@ -150,9 +152,9 @@ def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them()
 def test_footprints_with_other_moments_are_not_drawn_out():
     request = request_of("single", 1, {}, gradient_accumulation_steps=3)
     few, more = (make_footprint(changed(request, gradient_accumulation_steps=n)) for n in (3, 4))
-    extrapolate_parts([few, more], [3, 4, 12], (-8, 9))
+    sum_weighted_footprints([few, more], [3, 4, 12], (-8, 9))
     other = replace(more.peak_moments[0], total_bytes=Affine(1.0, 1.0))
-    with pytest.raises(UnlikeError):
-        extrapolate_parts(
+    with pytest.raises(TraceMismatchError):
+        sum_weighted_footprints(
             [few, replace(more, peak_moments=[*more.peak_moments, other])], [3, 4, 12], (-8, 9)
         )

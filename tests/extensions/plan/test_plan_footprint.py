@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.footprint import fake, footprint, torch_internals
-from stratbench.extensions.plan.footprint.footprint import Affine, find_upper_envelope
+from stratbench.extensions.plan.footprint.footprint import Affine, find_highest_lines
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
@@ -164,17 +164,17 @@ def test_a_tensor_of_another_kind_has_other_words():
             torch.zeros(4, 6, requires_grad=True),
             torch.zeros(4, 6, dtype=torch.cfloat).conj(),
         ]
-        words = [mode._describe_values([t]) for t in kinds] + [
-            mode._describe_values([v]) for v in (1, 1.0, True, [1])
+        words = [mode._describe_operands([t]) for t in kinds] + [
+            mode._describe_operands([v]) for v in (1, 1.0, True, [1])
         ]
         assert len(set(words)) == len(words)
         with pytest.raises(torch_internals._IndescribableOperand):
-            mode._describe_values([torch.zeros(3).to_sparse()])
+            mode._describe_operands([torch.zeros(3).to_sparse()])
     with (
         torch_internals.FakeTensors() as other,
         pytest.raises(torch_internals._IndescribableOperand),
     ):
-        other._describe_values([x])
+        other._describe_operands([x])
 
 
 def test_a_profilers_marks_are_no_operations(monkeypatch):
@@ -230,10 +230,12 @@ def planned(request: Request) -> footprint.Footprint:
 
 def peak_of(request: Request, batch: int) -> int:
     """By running one step of that batch, not by the line through two others; of each kind of steps."""
-    trace, made = fake.trace_steps(request, [batch])
-    later = [fake.trace_steps(request, [batch], n)[0] for n in made.list_first_steps_by_kind[1:]]
+    trace, made = fake.trace_training_steps(request, [batch])
+    later = [
+        fake.trace_training_steps(request, [batch], n)[0] for n in made.list_first_steps_by_kind[1:]
+    ]
     return max(
-        max(t.list_live_bytes(t.phases[1].first_event, t.phases[4].first_event))
+        max(t.list_live_bytes_after_events(t.phases[1].first_event, t.phases[4].first_event))
         for t in (trace, *later)
     )
 
@@ -259,23 +261,25 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
     shape = (64,) if models.MODELS[model].reads_text else (3, 32, 32)
     net = models.build_model(model, 10, shape).train()
     if mode:
-        checkpoint_blocks(models.list_wrap_groups(model, net), mode)
+        checkpoint_blocks(models.list_shard_groups(model, net), mode)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for p in net.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
     trace = OperatorTrace(on_cpu=True)
-    trace.tag_storages("parameters", net.parameters())
-    trace.tag_storages("buffers", net.buffers())
-    trace.tag_storages("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
+    trace.set_purpose_of_storages("parameters", net.parameters())
+    trace.set_purpose_of_storages("buffers", net.buffers())
+    trace.set_purpose_of_storages(
+        "optimizer", (s["momentum_buffer"] for s in optimizer.state.values())
+    )
     x, y = make_example_batch(
         batch, shape, 10, torch.device("cpu"), torch.float32, torch.contiguous_format
     )
-    trace.tag_storages("activations", (x, y))
+    trace.set_purpose_of_storages("activations", (x, y))
     with trace:
         loss = Classification().loss(net(x), y)
         loss.backward()
         optimizer.step()
-    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    measured = max(trace.list_live_bytes_after_events(0, len(trace.events)))
     assert predicted.n_bytes == measured
 
 
@@ -313,9 +317,11 @@ def test_two_batches_tell_the_peak_of_every_other(strategy: str, options: dict):
 )
 def test_the_first_step_is_like_the_next(strategy: str):
     request = request_for(strategy, workers=1 if strategy == "ps-sync" else 4, precision="bf16")
-    trace, _ = fake.trace_steps(request, [8, 8])
+    trace, _ = fake.trace_training_steps(request, [8, 8])
     first, second, end = (trace.phases[i].first_event for i in (1, 4, 7))
-    assert trace.list_live_bytes(first, second) == trace.list_live_bytes(second, end)
+    assert trace.list_live_bytes_after_events(first, second) == trace.list_live_bytes_after_events(
+        second, end
+    )
 
 
 @pytest.mark.slow
@@ -323,7 +329,7 @@ def test_a_worker_of_divided_layers_makes_no_tensor_of_the_whole_scores():
     """DTensor asks its rules on fake tensors of the whole shape, in every step; no memory is that."""
     asked = changed(request_for("tensor", "gpt-compact"), precision="bf16", device="cuda")
     batches = [16, 32]
-    trace, _ = fake.trace_steps(replace(asked, classes=4096), batches)
+    trace, _ = fake.trace_training_steps(replace(asked, classes=4096), batches)
     positions = max(batches) * asked.input_shape[0]
     evaluated = trace.phases[-1].first_event
     # A worker's half of the scores in float32.
@@ -379,22 +385,24 @@ def test_workers_that_train_alone_hold_and_exchange_the_whole_model(
 
 def test_what_gloo_copies_to_reduce_and_scatter_lives_until_the_update():
     """`zero1` reduces beside backward, and asks for the results when it is over."""
-    trace, made = fake.trace_steps(request_for("zero1", options={"bucket_cap_mb": 1}), [4])
+    trace, made = fake.trace_training_steps(request_for("zero1", options={"bucket_cap_mb": 1}), [4])
     assert len(made.buckets) > 1
     start, update = trace.phases[1].first_event, trace.phases[3].first_event
-    before, after = trace.list_live_bytes(start, update)[:: update - start]
+    before, after = trace.list_live_bytes_after_events(start, update)[:: update - start]
     copies = sum(bucket.weights.nbytes for bucket in made.buckets)
     activations = trace.get_device_bytes_by_purpose(update)["activations"]
     assert after - before - activations == pytest.approx(copies, rel=0.01)
     assert (
-        trace.list_live_bytes(start, trace.phases[4].first_event)[-1] - before - activations
+        trace.list_live_bytes_after_events(start, trace.phases[4].first_event)[-1]
+        - before
+        - activations
         < 0.01 * copies
     )
 
 
 def test_a_compressed_bucket_is_under_way_while_backward_fills_the_next():
     request = request_for("ddp", options={"compress": "fp16", "bucket_cap_mb": 1})
-    trace, made = fake.trace_steps(request, [4])
+    trace, made = fake.trace_training_steps(request, [4])
     halves = [2 * bucket.numel() for bucket in made.module.buckets]
     assert len(halves) > 1
     found = []
@@ -536,19 +544,21 @@ def test_the_emulation_allocates_what_ddp_does(join_alone, as_view: bool):
         optimizer.zero_grad()
         step()
     trace = OperatorTrace(on_cpu=True)
-    trace.tag_storages("parameters", net.parameters())
-    trace.tag_storages("optimizer", (s["momentum_buffer"] for s in optimizer.state.values()))
+    trace.set_purpose_of_storages("parameters", net.parameters())
+    trace.set_purpose_of_storages(
+        "optimizer", (s["momentum_buffer"] for s in optimizer.state.values())
+    )
     if as_view:
-        trace.tag_storages(
+        trace.set_purpose_of_storages(
             "gradients", [p.grad for p in net.parameters()]
         )  # they lie in the buckets
-    trace.tag_storages("activations", (x, y))
+    trace.set_purpose_of_storages("activations", (x, y))
     optimizer.zero_grad()
     with trace:
         step()
     # Buckets that the gradients do not lie in are counted from the first copy into them on.
     assert predicted.n_bytes == pytest.approx(
-        max(trace.list_live_bytes(0, len(trace.events))), rel=0.001
+        max(trace.list_live_bytes_after_events(0, len(trace.events))), rel=0.001
     )
 
 
@@ -732,8 +742,8 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
     join_alone()
     real = get_strategy_class(strategy)(get_strategy_class(strategy).Options(**request.options))
     device = torch.device("cpu")
-    net = models.build_for_training(request.model_source, 10, (64,), 0, device, torch.float32)
-    groups = models.list_wrap_groups(request.model_source, net)
+    net = models.build_model_for_training(request.model_source, 10, (64,), 0, device, torch.float32)
+    groups = models.list_shard_groups(request.model_source, net)
     real.setup(net, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     x = torch.randint(10, (4, 64))
     for _ in range(2):
@@ -807,7 +817,7 @@ def test_what_is_in_no_group_is_gathered_once():
     model = "convnext-compact"
     net = models.build_model(model, 10, (3, 32, 32))
     grouped = {
-        id(p) for _, ms in models.list_wrap_groups(model, net) for m in ms for p in m.parameters()
+        id(p) for _, ms in models.list_shard_groups(model, net) for m in ms for p in m.parameters()
     }
     root_bytes = sum(4 * p.numel() for p in net.parameters() if id(p) not in grouped)
     whole_bytes = sum(4 * p.numel() for p in net.parameters())
@@ -825,7 +835,7 @@ def test_the_largest_batch_is_the_last_that_fits():
 
 def test_the_envelope_holds_every_line_that_is_highest_somewhere():
     lines = [Affine(10, 1), Affine(0, 3), Affine(8, 1.5), Affine(-100, 3), Affine(-20, 4)]
-    kept = find_upper_envelope(lines)
+    kept = find_highest_lines(lines)
     for batch in range(1, 60):
         highest = max(lines, key=lambda line: line.evaluate_at(batch))
         assert max(lines[i].evaluate_at(batch) for i in kept) == highest.evaluate_at(batch)

@@ -20,7 +20,7 @@ from stratbench.extensions.plan.duration import ProjectedDuration, Span
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.one_model import one_network
 from stratbench.extensions.plan.pages import what_fits
-from stratbench.extensions.plan.pages.text import group_columns, write_html
+from stratbench.extensions.plan.pages.text import group_columns_by_width, write_plan_html
 from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class
 from stratbench.study.config import config as configuration
 
@@ -100,16 +100,16 @@ def planned(results: Path, **changes: Any) -> schedule.Plan:
 @pytest.fixture(scope="module", autouse=True)
 def short_public_runs() -> Iterator[None]:
     """Have public runs say something of steps that are as short as a compact network's."""
-    known = public_runs.get_public_band()
+    known = public_runs.get_public_time_ratios()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(public_runs, "get_public_band", lambda: known._replace(least_s=0.0))
+        patch.setattr(public_runs, "get_public_time_ratios", lambda: known._replace(least_s=0.0))
         yield
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("results")
-    write_html(planned(folder), folder / "plan.html")
+    write_plan_html(planned(folder), folder / "plan.html")
     return folder
 
 
@@ -119,7 +119,7 @@ def page(results: Path, browser: Browser) -> Browser:  # noqa: F811
     return browser
 
 
-def choice_of(page: Browser, c: schedule.Planned, gpu: str) -> dict[str, Any]:
+def choice_of(page: Browser, c: schedule.PlannedCell, gpu: str) -> dict[str, Any]:
     s = c.subject.settings
     label = next(
         name for name in page.run("D.networks.map((n) => n.name)") if name.startswith(s.model)
@@ -288,7 +288,7 @@ def test_the_fan_says_what_is_measured_what_projected_and_what_theory(
     }
     checked = check.check_study(config, study)
     plan = schedule.make_plan(config, checked, {}, projected_durations=projected)
-    write_html(plan, tmp_path / "plan.html")
+    write_plan_html(plan, tmp_path / "plan.html")
     browser.open((tmp_path / "plan.html").as_uri())
     assert browser.run("figures({...S, workers: 16}).span") == [90 / 16, 110 / 16]
     told = browser.run("document.getElementById('oversub').textContent")
@@ -317,11 +317,11 @@ def test_the_largest_batch_fits_in_the_plan_and_the_next_does_not(
     margin: float,
 ):
     """At the border of out of memory: the page's largest batch of a strategy, and one more a worker."""
-    write_html(planned(results, gpu="V100 16GB", margin=margin), results / "border.html")
+    write_plan_html(planned(results, gpu="V100 16GB", margin=margin), results / "border.html")
     browser.open((results / "border.html").as_uri())
     at = {"gpu": "V100 16GB", "margin": margin, "only": "images"}
 
-    def on_eight(plan: schedule.Plan) -> dict[str, schedule.Planned]:
+    def on_eight(plan: schedule.Plan) -> dict[str, schedule.PlannedCell]:
         return {c.cell.strategy: c for c in plan.cells if c.cell.gpus == 8}
 
     plan = planned(results, **at)
@@ -424,10 +424,10 @@ def test_nothing_runs_over_the_edge_of_the_page(page: Browser, width: int):
 
 
 def test_columns_that_do_not_fit_a_terminal_stand_in_a_further_table():
-    assert group_columns([20, 30, 30]) == [[1, 2]]
-    assert group_columns([20, 30, 30, 30, 9]) == [[1, 2], [3, 4]]
-    assert group_columns([20, 200, 9]) == [[1], [2]]  # what is wider than all stands alone
-    assert group_columns([20]) == [[]]
+    assert group_columns_by_width([20, 30, 30]) == [[1, 2]]
+    assert group_columns_by_width([20, 30, 30, 30, 9]) == [[1, 2], [3, 4]]
+    assert group_columns_by_width([20, 200, 9]) == [[1], [2]]  # what is wider than all stands alone
+    assert group_columns_by_width([20]) == [[]]
 
 
 def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():

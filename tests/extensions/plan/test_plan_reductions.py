@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stratbench.extensions.plan.footprint import footprint
-from stratbench.extensions.plan.footprint.footprint import Affine, Moment, Sums
+from stratbench.extensions.plan.footprint.footprint import Affine, Moment, ReductionSize
 from stratbench.extensions.plan.footprint.reductions import Reduction
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 
@@ -119,12 +119,12 @@ def test_the_trace_notes_the_sums_that_may_need_a_buffer():
 
 def test_a_peak_holds_the_buffer_for_the_batch_and_the_gpu():
     """2048 tokens of width 768 take 12 MiB on an A100 (the table), and none on a CPU."""
-    sums = Sums(Affine(768, 0), Affine(0, 256), together=4, sum_bytes=4)
+    sums = ReductionSize(Affine(768, 0), Affine(0, 256), together=4, partial_sum_bytes=4)
     moments = [
         Moment("forward", Affine(20 << 20, 0), {"activations": Affine(20 << 20, 0)}),
         Moment("backward", Affine(10 << 20, 0), {"gradients": Affine(10 << 20, 0)}, sums),
     ]
-    kept = footprint._select_highest(moments, 1)
+    kept = footprint._select_highest_moments(moments, 1)
     assert kept == moments
     made = footprint.Footprint(
         {}, {}, kept, footprint.MemoryPeak(0, "evaluation", {}), [], 0, 0, 0, Affine(0, 0), {}

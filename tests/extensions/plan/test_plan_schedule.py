@@ -24,11 +24,15 @@ from stratbench.extensions.plan.duration import Span
 from stratbench.extensions.plan.footprint import cache, traffic
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.extensions.plan.pages import table
-from stratbench.extensions.plan.pages.answers import answer_questions
-from stratbench.extensions.plan.pages.text import format_plan, write_html
-from stratbench.extensions.servers.policies.policies import POLICIES, make_policy, parse_options
+from stratbench.extensions.plan.pages.answers import answer_user_questions
+from stratbench.extensions.plan.pages.text import format_plan, write_plan_html
+from stratbench.extensions.servers.policies.policies import (
+    POLICIES,
+    make_policy,
+    parse_policy_options,
+)
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.policies.preview import CHUNK
 from stratbench.strategies import get_option_defaults
@@ -109,7 +113,7 @@ def plan_of(tmp_path: Path, monkeypatch):
     return make
 
 
-def cell(plan: schedule.Plan, strategy: str, gpus: int) -> schedule.Planned:
+def cell(plan: schedule.Plan, strategy: str, gpus: int) -> schedule.PlannedCell:
     return next(c for c in plan.cells if (c.cell.strategy, c.cell.gpus) == (strategy, gpus))
 
 
@@ -157,7 +161,7 @@ def test_a_need_fits_to_81_and_is_tight_to_103_percent_of_a_gpu(
     plan = plan_of(footprint, strategies=["ddp"], gpus=[8], cluster=cluster)
     c = cell(plan, "ddp", 8)
     assert c.fit.needed_bytes == pytest.approx(share * gib * GIB)
-    assert c.fit.memory_verdict == table.make_row(c, [])["fits"] == verdict
+    assert c.fit.memory_verdict == table.make_plan_row(c, [])["fits"] == verdict
     assert c.state == ("infeasible" if verdict == "does not fit" else "to do")
     assert ("GiB" in c.reason) == (verdict == "does not fit")
     told = {
@@ -199,7 +203,7 @@ def test_what_is_not_known_is_counted_apart(plan_of):
     assert "no cell could be predicted" in told
     assert "all cells fit" not in told
     assert "nothing left to do" not in told
-    assert quantities.sum_totals(plan, plan.device)["gpu_hours"] is None
+    assert quantities.sum_plan_totals(plan, plan.device)["gpu_hours"] is None
     assert "all cells fit" in format_plan(plan_of(strategies=["ddp"], gpus=[2]))
 
 
@@ -208,7 +212,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     cluster = {"price_per_gpu_hour": 3, "compare_gpus": ["A100 40GB"]}
     plan = plan_of(made_up(model_states_bytes=states), cluster=cluster)
     c = cell(plan, "ps-async-modified", 8)
-    row = table.make_row(c, plan.compared_devices)
+    row = table.make_plan_row(c, plan.compared_devices)
     assert [name for name, value in row.items() if value == ""] == ["reason", "stage_peaks_mib"]
     MIB = 1 << 20
     for name, n_bytes in (
@@ -224,7 +228,7 @@ def test_each_column_of_the_table_has_what_its_name_says(plan_of):
     )
     assert float(row["cost_high"]) == pytest.approx(3 * float(row["gpu_hours_high"]), rel=1e-5)
     assert row["fits A100 SXM 40 GB"] == "fits"
-    unknown = table.make_row(cell(plan_of("no such operator"), "ddp", 2), [])
+    unknown = table.make_plan_row(cell(plan_of("no such operator"), "ddp", 2), [])
     assert {unknown[name] for name in ("needed_mib", "fits", "train_time_s_low", "cost_high")} == {
         ""
     }
@@ -235,12 +239,12 @@ def test_the_peaks_of_all_stages_are_told(plan_of):
     stages = [made_up(gib) for gib in (2.0, 4.0, 3.0)]
     plan = plan_of(made_up(stage_footprints=stages), strategies=["ddp"], gpus=[8])
     c = plan.cells[0]
-    row = table.make_row(c, [])
+    row = table.make_plan_row(c, [])
     peaks = [float(mib) for mib in row["stage_peaks_mib"].split()]
     assert max(peaks) == peaks[1] == row["peak_mib"]
     assert [round(peaks[1] - mib) for mib in peaks] == [2048, 0, 1024]
     each = ", ".join(format_bytes(mib * 2**20) for mib in peaks)
-    (said,) = dict(answer_questions(plan))["What takes the memory?"]
+    (said,) = dict(answer_user_questions(plan))["What takes the memory?"]
     assert said.endswith(f"; the peaks of the stages are {each}.")
 
 
@@ -248,12 +252,12 @@ def test_the_page_and_the_text_show_what_the_table_has(plan_of, tmp_path: Path):
     states = {f"{s}_bytes": GIB for s in ("parameters", "gradients", "optimizer", "buffers")}
     plan = plan_of(made_up(model_states_bytes=states), strategies=["ddp"], gpus=[8])
     c = plan.cells[0]
-    write_html(plan, tmp_path / "plan.html")
+    write_plan_html(plan, tmp_path / "plan.html")
     page = html.unescape((tmp_path / "plan.html").read_text())
     shown = re.findall("<td>(.*?)</td>", page)
     fit, (amount, unit) = c.fit, format_bytes(c.fit.needed_bytes).split()
     peak, sent = format_bytes(fit.peak.n_bytes), format_bytes(c.needs.wire_bytes)
-    span, batch = quantities.format_span(fit.train_span), str(fit.largest_batch)
+    span, batch = quantities.format_time_range(fit.train_span), str(fit.largest_batch)
     at = shown.index(peak)
     assert 'title="the weights: 1.00 GiB"' in shown[at + 1]
     usual, compared = (
@@ -284,7 +288,7 @@ def test_a_cell_asks_for_the_memory_that_its_plan_says_if_that_is_more(plan_of, 
     assert planned.needs.host_bytes >= 2 * 2 * 100 * GIB + 3 * 100 * GIB
     assert planned.job_request.mem_mib == -(-planned.needs.host_bytes // (1 << 20))
     assert planned.job_request.is_memory_planned
-    table.write_json(plan, tmp_path / "plan.json")
+    table.write_plan_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     assert kept.get_host_mem_mib(planned.cell) == planned.job_request.mem_mib
     settings, longest_s = planned.subject.settings, round(planned.fit.total_span.high_s)
@@ -340,7 +344,7 @@ def test_a_plan_says_what_no_node_can_hold(plan_of, monkeypatch):
 def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_path: Path):
     plan = plan_of(made_up(500))
     planned = cell(plan, "ddp", 8)
-    table.write_json(plan, tmp_path / "plan.json")
+    table.write_plan_json(plan, tmp_path / "plan.json")
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     settings = planned.subject.settings
     assert plan.gpu is not None
@@ -380,7 +384,7 @@ def test_a_study_of_one_number_of_workers_that_is_done_says_both(plan_of):
     told = format_plan(plan)
     assert "nothing left to do" in told
     assert "0.0 to 0.0" not in told
-    answers = dict(answer_questions(plan))
+    answers = dict(answer_user_questions(plan))
     assert answers["How does the peak memory change with the number of workers?"] == [
         "No strategy of the study runs on two different numbers of workers."
     ]
@@ -428,14 +432,14 @@ def test_amounts_have_units_in_which_they_are_at_least_one():
     assert format_bytes(5 << 20) == "5 MiB"
     assert format_bytes(-(2 << 10)) == "-2 KiB"
     assert format_bytes(0) == "0"
-    assert quantities.format_in_unit(1023 << 20, 1 << 20) == "1023"
-    assert quantities.format_in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
-    assert quantities.format_span(Span(0.01, 0.4, "")) == "under 1 s"
+    assert quantities.format_bytes_in_unit(1023 << 20, 1 << 20) == "1023"
+    assert quantities.format_bytes_in_unit(4.46 * (1 << 20), 1 << 20) == "4.46"
+    assert quantities.format_time_range(Span(0.01, 0.4, "")) == "under 1 s"
 
 
 def test_the_questions_are_answered(plan_of):
     plan = plan_of(models=["resnet50", "vgg16"])
-    found = dict(answer_questions(plan))
+    found = dict(answer_user_questions(plan))
     assert all(found.values())
     assert "the batch fits" in " ".join(
         found["Can FSDP keep the gathered weights between forward and backward?"]
@@ -458,7 +462,9 @@ def test_each_kind_of_fsdp_is_told_what_keeping_its_weights_costs(plan_of):
     def told(**block: Any) -> list[str]:
         block = {"variants": variants, "gpus": [4], "precision": "fp32"} | block
         plan = plan_of(kept_weights, **block)
-        return [said.partition("4 workers")[2] for said in dict(answer_questions(plan))[question]]
+        return [
+            said.partition("4 workers")[2] for said in dict(answer_user_questions(plan))[question]
+        ]
 
     one, other = told(strategies=["ddp", "fsdp", "fsdp-zero2", "fsdp-offload"])
     assert one.startswith(", fsdp: keeping gathered weights takes 1.00 GiB ")
@@ -471,21 +477,21 @@ def test_where_some_cells_are_on_cpus_each_is_judged_by_its_own_memory(plan_of):
     plan = plan_of(kept_weights, strategies=["fsdp"], gpus=[4])
     on_cpu = replace(plan.cells[0].fit, device="CPU", room_bytes=1.0 * GIB)
     cells = [replace(plan.cells[0], fits_on={"CPU": on_cpu})]
-    answers = dict(answer_questions(replace(plan, cells=cells)))
+    answers = dict(answer_user_questions(replace(plan, cells=cells)))
     (said,) = answers["Can FSDP keep the gathered weights between forward and backward?"]
     assert "the batch does not fit (at most 0 samples do)" in said
 
 
 def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypatch):
     plan = plan_of(strategies=["ddp"], gpus=[2])
-    assert quantities.sum_totals(plan, plan.device)["gpu_hours"][1] > 0
+    assert quantities.sum_plan_totals(plan, plan.device)["gpu_hours"][1] > 0
     small = schedule.nodes.parse_sinfo("gpu*|n1|16|24000|gpu:4|infinite")
     monkeypatch.setattr(schedule.nodes, "read_cluster_nodes", lambda: small)
     record = record_of("ddp", 2, 5.0) | {"status": "unsupported", "reason": "it cannot"}
     found = {plan.cells[0].cell: record | {"time": {"train_time_s": None}}}
     plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
     assert (plan.cells[0].state, plan.unheld) == ("unsupported", [])
-    assert quantities.sum_totals(plan, plan.device)["gpu_hours"] == (0, 0)
+    assert quantities.sum_plan_totals(plan, plan.device)["gpu_hours"] == (0, 0)
     assert "nothing left to do" in format_plan(plan)
 
 
@@ -510,8 +516,8 @@ def test_no_node_is_missed_for_a_cell_that_is_skipped(plan_of, monkeypatch):
 
 
 def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(plan_of):
-    long = dict(answer_questions(plan_of(epochs=2000)))
-    short = dict(answer_questions(plan_of(epochs=1)))
+    long = dict(answer_user_questions(plan_of(epochs=2000)))
+    short = dict(answer_user_questions(plan_of(epochs=1)))
     (question,) = (q for q in long if "verdict" in q)
     assert not any("too short" in sentence for sentence in long[question])
     assert "few strategies are compared" in long[question][1]  # there are three
@@ -543,13 +549,13 @@ def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(
     ],
 )
 def test_a_gpu_is_found_by_what_people_call_it(text: str, name: str):
-    assert device_rates.find_gpu(text).name == name
+    assert device_rates.find_gpu_datasheet(text).name == name
 
 
 @pytest.mark.parametrize("text", ["A100 81GB", "", "24GB", "Z9000"])
 def test_an_unknown_gpu_is_refused_with_those_that_are_known(text: str):
     with pytest.raises(ConfigError, match=r"cluster\.gpu.*A10G"):
-        device_rates.find_gpu(text)
+        device_rates.find_gpu_datasheet(text)
 
 
 # --- projections ---------------------------------------------------------------------------------
@@ -650,7 +656,7 @@ def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, moments:
 
     adamw = {"optimizer": "adamw", "betas": (0.9, 0.999), "eps": 1e-8}
     hyper = Hyper(lr=0.1, workers=3, **({"momentum": 0.9 * moments} if moments < 2 else adamw))
-    if parse_options(policy).refusal(hyper.optimizer):
+    if parse_policy_options(policy).refusal(hyper.optimizer):
         pytest.skip(f"its servers refuse {hyper.optimizer}")
 
     workers, n = 3, 2 * CHUNK
@@ -659,7 +665,7 @@ def test_a_server_keeps_as_many_tensors_as_its_policy_does(policy: str, moments:
     optimizer = adamw if moments == 2 else {"momentum": hyper.momentum}
     options = get_option_defaults(policy)
     s = settings(policy, gpus=workers, options=options, **optimizer)
-    needs = servers.predict_server_bytes(s, {"weights": 4 * n, "buffers": 0}, 1)
+    needs = servers.predict_server_bytes_by_purpose(s, {"weights": 4 * n, "buffers": 0}, 1)
     chunk = CHUNK if policy == "ps-preview" else 0  # of a shard, a view is made in
     assert needs["weights"] + needs["optimizer"] == 4 * (tensors_in(kept, set()) - chunk)
 
@@ -669,15 +675,15 @@ def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
     flat = {"weights": 1000, "buffers": 10}
     shared = settings("ps-sync", options=options)
     over_tcp = replace(shared, options=options | {"transport": "tcp"})
-    needs = servers.predict_server_bytes(over_tcp, flat, 1)
+    needs = servers.predict_server_bytes_by_purpose(over_tcp, flat, 1)
     assert needs["weights"] == 500
-    assert needs["lanes"] > servers.predict_server_bytes(shared, flat, 1)["lanes"] == 0
-    assert servers.predict_server_bytes(shared, flat, 2)["lanes"] == needs["lanes"]
-    scaled = servers.predict_server_bytes(replace(over_tcp, precision="fp16"), flat, 1)
+    assert needs["lanes"] > servers.predict_server_bytes_by_purpose(shared, flat, 1)["lanes"] == 0
+    assert servers.predict_server_bytes_by_purpose(shared, flat, 2)["lanes"] == needs["lanes"]
+    scaled = servers.predict_server_bytes_by_purpose(replace(over_tcp, precision="fp16"), flat, 1)
     assert scaled["lanes"] - needs["lanes"] == 2 * 500 // 2  # held as they came, until the verdict
-    assert servers.compute_worker_traffic_bytes(over_tcp, flat) == (510, 1000)
-    assert servers.compute_worker_traffic_bytes(shared, flat) == (1010, 1000)
-    assert servers.compute_worker_traffic_bytes(shared, flat, between_nodes=True) == (510, 1000)
+    assert servers.compute_worker_bytes_per_batch(over_tcp, flat) == (510, 1000)
+    assert servers.compute_worker_bytes_per_batch(shared, flat) == (1010, 1000)
+    assert servers.compute_worker_bytes_per_batch(shared, flat, between_nodes=True) == (510, 1000)
 
 
 # --- the cache and the command -------------------------------------------------------------------
@@ -727,7 +733,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
         config_of(tmp_path, strategies=["fsdp", "ddp", "ps-async"])
     )
     found = {
-        (cell.strategy, cell.gpus): make_subject(config, study, cell).request.workers_per_node
+        (cell.strategy, cell.gpus): make_cell_to_plan(config, study, cell).request.workers_per_node
         for cell in study.cells
     }
     assert [found["fsdp", gpus] for gpus in (1, 2, 8)] == [1, 2, 4]
@@ -736,7 +742,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
 
 def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
     config, study = configuration.load_config(config_of(tmp_path))
-    request = make_subject(config, study, study.cells[0]).request.as_dict()
+    request = make_cell_to_plan(config, study, study.cells[0]).request.as_dict()
     before = cache.make_cache_key(request)
     monkeypatch.setattr(cache, "hash_sources", lambda: "changed")
     assert cache.make_cache_key(request) != before
@@ -771,7 +777,7 @@ def test_of_what_fits_the_quickest_and_those_near_it_are_named(plan_of):
                 c.fit, device_rate_span=by_device, usual_s=usual_s, memory_verdict=verdict
             )
             cells.append(replace(c, fits_on={"A": fit}, state=state))
-        (answer,) = dict(answer_questions(replace(plan, cells=cells)))[
+        (answer,) = dict(answer_user_questions(replace(plan, cells=cells)))[
             "Which cells fit, and which strategy is the fastest?"
         ]
         return answer
@@ -811,7 +817,7 @@ def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_i
         )
         footprint = made_up(peak_moments=[moment], between_steps_bytes={})
         cells.append(replace(c, footprint=footprint, fits_on={plan.device: fit}))
-    (said,) = dict(answer_questions(replace(plan, cells=cells)))[
+    (said,) = dict(answer_user_questions(replace(plan, cells=cells)))[
         "By how much can the model grow and still fit?"
     ]
     # All grows: 9 / 3 and 9 / 2. The states alone: (9 - 1) / 2 and (9 - 1) / 1.
@@ -823,7 +829,7 @@ def test_how_much_larger_a_network_may_be_is_said_of_whoever_is_quickest_where_i
 
 def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_does_not_fit(plan_of):
     question = "Which division of the model among workers is best?"
-    assert question not in dict(answer_questions(plan_of(strategies=["ddp"], gpus=[4])))
+    assert question not in dict(answer_user_questions(plan_of(strategies=["ddp"], gpus=[4])))
     gpts = {
         "models": ["gpt-compact"],
         "dataset": "tinyshakespeare",
@@ -847,7 +853,7 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
                 memory_verdict=verdict,
             )
             cells.append(replace(c, fits_on={"A": fit}))
-        (said,) = dict(answer_questions(replace(plan, cells=cells)))[question]
+        (said,) = dict(answer_user_questions(replace(plan, cells=cells)))[question]
         return said.partition(": ")[2]
 
     assert (
@@ -877,7 +883,7 @@ def test_the_best_way_to_divide_a_network_is_named_with_its_numbers_and_what_doe
 def test_groups_lie_within_a_node_or_on_several(call: tuple, node_ranks: int, within: bool):
     made = traffic.CollectiveCall(*call)
     assert made.as_tuple == call
-    assert made.is_within_node(node_ranks, 8) == within
+    assert made.has_groups_within_nodes(node_ranks, 8) == within
     sent = traffic.compute_wire_bytes([call], 8, on_gloo=False, samples=1)
     inside = traffic.compute_wire_bytes(
         [call], 8, on_gloo=False, samples=1, ranks_per_node=node_ranks
@@ -899,30 +905,38 @@ def test_what_a_group_sends_within_a_node_takes_that_nodes_link(plan_of):
     )
     c = cell(plan, "tensor-4", 8)
     activations = 2 * 3 / 4 * 10**6 * c.subject.samples_per_step
-    assert (c.needs.node_bytes, c.needs.awaited_node_bytes) == (activations, activations)
+    assert (c.needs.sent_bytes_within_node, c.needs.awaited_bytes_within_node) == (
+        activations,
+        activations,
+    )
     assert c.needs.wire_bytes == 10**9 + activations
-    device = device_rates.make_gpu_device(device_rates.find_gpu("A10G"), "fp32", plan.cluster)
+    device = device_rates.make_gpu_device(
+        device_rates.find_gpu_datasheet("A10G"), "fp32", plan.cluster
+    )
     for rates, rate in enumerate(duration.LINK_UTILISATION):
-        step = duration.plan_step(device, c.subject, c.needs, rates)
+        step = duration.predict_step_duration(device, c.subject, c.needs, rates)
         awaited_s = activations / 32e9 / rate
         assert step.awaited_s == pytest.approx(awaited_s)
         assert step.link_s == pytest.approx(10**9 / 12.5e9 / rate + awaited_s)
 
 
-A100 = device_rates.find_gpu("A100 80GB")
+A100 = device_rates.find_gpu_datasheet("A100 80GB")
 
 
 @pytest.fixture
 def on_an_a100(plan_of):
     """Functions that make the cell of an experiment on A100s, and the three times of its step."""
 
-    def times(c: schedule.Planned, **changes: Any) -> list[float]:
+    def times(c: schedule.PlannedCell, **changes: Any) -> list[float]:
         cluster = {"link_gb_per_s": None, "network_gb_per_s": None}
         device = device_rates.make_gpu_device(A100, c.subject.settings.precision, cluster)
         needs = replace(c.needs, slowest_rank=replace(c.needs.slowest_rank, **changes))
-        return [duration.plan_step(device, c.subject, needs, rates).seconds for rates in range(3)]
+        return [
+            duration.predict_step_duration(device, c.subject, needs, rates).seconds
+            for rates in range(3)
+        ]
 
-    def make(**experiment: Any) -> schedule.Planned:
+    def make(**experiment: Any) -> schedule.PlannedCell:
         block = {"strategies": ["fsdp"], "gpus": [8], "precision": "bf16"} | experiment
         return plan_of(**block, cluster={"gpu": "A100 80GB", "gpus_per_node": 8}).cells[0]
 
@@ -950,7 +964,7 @@ def test_fused_attention_is_slower_where_cells_are_compared(on_an_a100):
     assert with_it[:2] == without[:2]
     assert with_it[2] - without[2] == pytest.approx(0.5 * (1 / 0.6 - 1 / 0.7))
     hopper = device_rates.make_gpu_device(
-        device_rates.find_gpu("H100"), "bf16", {"link_gb_per_s": 1, "network_gb_per_s": 1}
+        device_rates.find_gpu_datasheet("H100"), "bf16", {"link_gb_per_s": 1, "network_gb_per_s": 1}
     )
     assert hopper.attention_utilisation == 0.33
 
@@ -1007,18 +1021,20 @@ def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
     """At best, too: 3 s of computation beside 4 s of sending of which 1, 3 or 4 s are waited for."""
     plan = plan_of(strategies=["ddp"], gpus=[4])
     c = cell(plan, "ddp", 4)
-    device = device_rates.make_gpu_device(device_rates.find_gpu("A10G"), "fp16", plan.cluster)
+    device = device_rates.make_gpu_device(
+        device_rates.find_gpu_datasheet("A10G"), "fp16", plan.cluster
+    )
     rate = device.get_slowest_link_bytes_per_s(1) * duration.LINK_UTILISATION[0]
     slowest = replace(c.needs.slowest_rank, training_flops_per_sample=0, operations_per_step=1)
     alone = replace(c.needs, slowest_rank=slowest, wire_bytes=0)
-    computes_s = duration.plan_step(device, c.subject, alone, 0).seconds
+    computes_s = duration.predict_step_duration(device, c.subject, alone, 0).seconds
     sent = {"wire_bytes": 4 * computes_s * rate}
     for share in (0, 1, 3, 4):
         awaited = replace(alone, awaited_bytes=share * computes_s * rate, **sent)
         expected = max(1, 4 - share) + share
-        assert duration.plan_step(device, c.subject, awaited, 0).seconds == pytest.approx(
-            expected * computes_s
-        )
+        assert duration.predict_step_duration(
+            device, c.subject, awaited, 0
+        ).seconds == pytest.approx(expected * computes_s)
 
 
 def test_the_time_to_compare_by_has_its_ranges_unit():

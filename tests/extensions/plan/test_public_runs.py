@@ -34,7 +34,7 @@ def test_every_run_names_its_source_and_licence():
 
 
 def test_the_range_says_from_how_many_runs_it_is():
-    low, high, least_s, source = public_runs.get_public_band()
+    low, high, least_s, source = public_runs.get_public_time_ratios()
     assert 0.5 < low < 1 < high < 2
     assert 0.1 < least_s < 1
     assert source == f"{len(public_runs.read_public_runs())} public runs on A100 and H100"
@@ -59,8 +59,8 @@ def test_only_cells_like_the_runs_take_their_range(changes, reads_text, alike):
 
 def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
     step = duration.PlannedStep(2.0, 1.0, 0.0, 0.0, 0.0, 0.7)
-    gpu, band = public_runs.GPUS[0], public_runs.get_public_band()
-    span = public_runs.estimate_from_runs(gpu, SHARDED, True, step, num_steps=10)
+    gpu, band = public_runs.GPUS[0], public_runs.get_public_time_ratios()
+    span = public_runs.estimate_time_from_public_runs(gpu, SHARDED, True, step, num_steps=10)
     assert [*span] == pytest.approx([20 * band.low, 20 * band.high])
     assert span.source == band.source
     for other, changes in (
@@ -68,7 +68,7 @@ def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
         (gpu, {"compute_s": 0.1, "link_s": 0.0}),
         (gpu, {"link_s": 1.6}),
     ):
-        seen = public_runs.estimate_from_runs(
+        seen = public_runs.estimate_time_from_public_runs(
             other, SHARDED, True, replace(step, **changes), num_steps=10
         )
         assert seen is None, (other, changes)
@@ -77,7 +77,9 @@ def test_a_step_on_other_gpus_or_a_short_or_a_waiting_one_keeps_its_range():
 def test_runs_of_other_models_hold_nearly_all_steps_in_a_narrow_range():
     held, widths, runs = 0, [], public_runs.read_public_runs()
     for run in runs:
-        low, high, *_ = public_runs.make_band(r for r in runs if r["model"] != run["model"])
+        low, high, *_ = public_runs.compute_time_ratios(
+            r for r in runs if r["model"] != run["model"]
+        )
         held += low <= float(run["step_s"]) / float(run["planned_s"]) <= high
         widths.append(high / low)
     assert held >= 0.95 * len(widths)

@@ -28,8 +28,8 @@ def set_up(request) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     dtype = get_weights_dtype(request.settings.precision)
-    model = models.build_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
-    place = device, RunFolder(Path()), models.list_wrap_groups(MODEL, model)
+    model = models.build_model_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
+    place = device, RunFolder(Path()), models.list_shard_groups(MODEL, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, *place))
     return strategy
 
@@ -44,7 +44,7 @@ def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
     made = set_up(request_for("single", MODEL, 1, precision=PRECISION, **ADAMW))
-    plain = models.build_for_training(
+    plain = models.build_model_for_training(
         MODEL, TOKENS, (POSITIONS,), 0, torch.device("cpu"), torch.bfloat16
     )
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0, fused=True)
@@ -81,14 +81,14 @@ def test_states_take_half_the_memory(strategy):
 def test_what_is_allocated_is_planned():
     request = request_for("single", MODEL, 1, precision=PRECISION, **ADAMW)
     made, trace = set_up(request), OperatorTrace(on_cpu=True)
-    trace.tag_storages("parameters", made.model.parameters())
+    trace.set_purpose_of_storages("parameters", made.model.parameters())
     state = get_optimizer_state(made.optimizer).values()
-    trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
+    trace.set_purpose_of_storages("optimizer", (t for entry in state for t in entry.values()))
     x, y = batch(24)
-    trace.tag_storages("activations", (x, y))
+    trace.set_purpose_of_storages("activations", (x, y))
     with trace:
         made.step(x, y)
-    measured = max(trace.list_live_bytes(0, len(trace.events)))
+    measured = max(trace.list_live_bytes_after_events(0, len(trace.events)))
     assert planned(request).compute_training_peak(24).n_bytes == measured
     assert planned(request).model_states_bytes == made.model_states()
 

@@ -9,7 +9,10 @@ import pytest
 from ps_harness import Served, Worked, config
 from test_placement import SECRET, placed
 
-from stratbench.extensions.plan.servers import compute_busiest_link_bytes, predict_server_bytes
+from stratbench.extensions.plan.servers import (
+    compute_busiest_link_bytes,
+    predict_server_bytes_by_purpose,
+)
 from stratbench.extensions.servers.figures import compute_node_link_traffic
 
 pytestmark = pytest.mark.timeout(300)
@@ -77,7 +80,8 @@ def test_the_formulas_are_those_of_the_book():
 def test_a_server_beside_each_worker_keeps_an_equal_part_of_the_states():
     flat = {"weights": 4000, "buffers": 0}
     one, each = (
-        predict_server_bytes(placed(p, 4, "ps-ormo"), flat, 1) for p in ("central", "colocated")
+        predict_server_bytes_by_purpose(placed(p, 4, "ps-ormo"), flat, 1)
+        for p in ("central", "colocated")
     )
     assert (one["weights"], one["optimizer"]) == (4000, 4000)
     assert (each["weights"], each["optimizer"]) == (1000, 1000)

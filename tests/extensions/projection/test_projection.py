@@ -21,9 +21,9 @@ from stratbench.extensions.projection.project import (
     BY_COUNTS,
     BY_LINKS,
     compute_left_out_errors,
-    describe_projected_count,
+    describe_projected_step_time,
     fit_computation_s,
-    make_link_rule,
+    make_replay_rule,
     project_step_times,
 )
 from stratbench.extensions.projection.replay import (
@@ -55,9 +55,9 @@ def points(**step_s: float) -> list[MeasuredStep]:
 def test_the_naive_rules_continue_what_they_assume(scaling):
     measured = points(n1=1.0, n2=0.6 if scaling == "strong" else 1.2)
     last = 0.6 / 4 if scaling == "strong" else 1.2
-    assert naive.project_perfect_scaling(measured, scaling, 8) == pytest.approx(last)
+    assert naive.project_by_perfect_scaling(measured, scaling, 8) == pytest.approx(last)
     # A fifth is lost with each of the two doublings from 2 to 8.
-    assert naive.project_constant_loss(measured, scaling, 8) == pytest.approx(last * 1.2**2)
+    assert naive.project_by_constant_loss(measured, scaling, 8) == pytest.approx(last * 1.2**2)
     slope = 2 * (measured[0].step_s - measured[1].step_s)
     a = measured[0].step_s - slope
     assert naive.project_by_a_plus_b_over_n(measured, scaling, 8) == pytest.approx(a + slope / 8)
@@ -71,18 +71,20 @@ def test_one_count_alone_is_scaled_perfectly():
 def test_skill_is_over_the_best_naive_rule_and_none_without_a_third_count():
     measured = points(n1=1.0, n2=1.1, n4=1.15, n8=1.3)
     nothing = naive.measure_skill(naive.project_by_a_plus_b_over_n, measured[:2], "weak")
-    assert nothing.error_reduction is None
-    errors = naive.measure_skill(naive.project_perfect_scaling, measured, "weak").naive_errors
+    assert nothing.relative_error_reduction is None
+    errors = naive.measure_skill(
+        naive.project_by_perfect_scaling, measured, "weak"
+    ).error_by_naive_rule
     best = min(errors, key=errors.get)
     assert naive.measure_skill(
         naive.RULES[best], measured, "weak"
-    ).error_reduction == pytest.approx(0)
+    ).relative_error_reduction == pytest.approx(0)
 
     def right(_points, _detect_scaling, workers):
         return next(p.step_s for p in measured if p.workers == workers)
 
-    assert naive.measure_skill(right, measured, "weak").error_reduction == pytest.approx(1)
-    assert naive.measure_skill(lambda *_: 9.0, measured, "weak").error_reduction < 0
+    assert naive.measure_skill(right, measured, "weak").relative_error_reduction == pytest.approx(1)
+    assert naive.measure_skill(lambda *_: 9.0, measured, "weak").relative_error_reduction < 0
 
 
 # --- what collectives cost -----------------------------------------------------------------------
@@ -93,7 +95,7 @@ BOTH = WITHIN | {"between": LinkModel(5 * ALPHA_S, RATE / 10)}
 
 
 def took(kind: str, n_bytes: float, layout: LinkLayout, library: str = "gloo", **of) -> float:
-    return Links(library, {kind: of or BOTH}).time_collective(
+    return Links(library, {kind: of or BOTH}).compute_collective_time(
         CollectiveCall(kind, n_bytes), layout
     )[0]
 
@@ -118,27 +120,27 @@ def test_across_nodes_the_network_sets_the_pace():
 def test_nccl_takes_the_fastest_algorithm():
     small, large = CollectiveCall("all_reduce", 1024), CollectiveCall("all_reduce", 1e9)
     links = Links("nccl", {"all_reduce": BOTH})
-    assert links.time_collective(small, LinkLayout(64, 8))[1] == "tree"
-    assert links.time_collective(large, LinkLayout(64, 8))[1] in ("ring", "hierarchical")
-    chosen = links.time_collective(large, LinkLayout(64, 8))[0]
+    assert links.compute_collective_time(small, LinkLayout(64, 8))[1] == "tree"
+    assert links.compute_collective_time(large, LinkLayout(64, 8))[1] in ("ring", "hierarchical")
+    chosen = links.compute_collective_time(large, LinkLayout(64, 8))[0]
     assert chosen <= took("all_reduce", 1e9, LinkLayout(64, 8))  # gloo's ring
 
 
 def test_a_link_that_was_not_measured_is_named():
     with pytest.raises(Unmeasured, match="all_reduce between nodes"):
-        Links("nccl", {"all_reduce": WITHIN}).time_collective(
+        Links("nccl", {"all_reduce": WITHIN}).compute_collective_time(
             CollectiveCall("all_reduce", 8), LinkLayout(8, 2)
         )
     with pytest.raises(Unmeasured, match="send within"):
-        Links("gloo", {}).time_collective(CollectiveCall("send", 8), LinkLayout(2))
+        Links("gloo", {}).compute_collective_time(CollectiveCall("send", 8), LinkLayout(2))
 
 
 def test_a_group_of_neighbours_stays_on_its_node():
     pairs = CollectiveCall("all_reduce", 1e8, group_size=2)
     links = Links("gloo", {"all_reduce": WITHIN})
     assert (
-        links.time_collective(pairs, LinkLayout(8, 2))[0]
-        == links.time_collective(CollectiveCall("all_reduce", 1e8), LinkLayout(2))[0]
+        links.compute_collective_time(pairs, LinkLayout(8, 2))[0]
+        == links.compute_collective_time(CollectiveCall("all_reduce", 1e8), LinkLayout(2))[0]
     )
 
 
@@ -147,7 +149,7 @@ def test_groups_that_lie_between_one_another_cross_nodes_and_share_their_connect
     between = {"between": LinkModel(0.0, 1e9)}
     links = Links("gloo", {"all_reduce": {"within": LinkModel(0.0, 1e15)} | between})
     seconds = {
-        stride: links.time_collective(
+        stride: links.compute_collective_time(
             CollectiveCall("all_reduce", 1e9, 2, rank_stride=stride), LinkLayout(16, 2)
         )[0]
         for stride in (1, 8)
@@ -161,21 +163,31 @@ def test_groups_that_do_not_divide_a_node_lie_on_two():
     links = Links(
         "gloo", {"all_reduce": {"within": LinkModel(0.0, 1e15), "between": LinkModel(0.0, 1e9)}}
     )
-    assert links.time_collective(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(24, 3))[0] > 1
-    assert links.time_collective(CollectiveCall("all_reduce", 1e9, 4), LinkLayout(24, 3))[0] < 1e-3
-    assert links.time_collective(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(6))[0] < 1e-3
+    assert (
+        links.compute_collective_time(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(24, 3))[0]
+        > 1
+    )
+    assert (
+        links.compute_collective_time(CollectiveCall("all_reduce", 1e9, 4), LinkLayout(24, 3))[0]
+        < 1e-3
+    )
+    assert (
+        links.compute_collective_time(CollectiveCall("all_reduce", 1e9, 3), LinkLayout(6))[0] < 1e-3
+    )
 
 
 @pytest.mark.parametrize(("largest", "known"), [(1 << 20, False), (64 << 20, True)])
 def test_what_is_much_larger_than_was_measured_is_not_known(largest, known):
     links = Links("gloo", {"all_reduce": WITHIN}, largest_bytes_by_kind={"all_reduce": largest})
-    assert links.time_collective(CollectiveCall("all_reduce", 8 << 20), LinkLayout(4))[0] > 0
+    assert (
+        links.compute_collective_time(CollectiveCall("all_reduce", 8 << 20), LinkLayout(4))[0] > 0
+    )
     call = CollectiveCall("all_reduce", 1 << 30)
     if known:
-        assert links.time_collective(call, LinkLayout(4))[0] > 0
+        assert links.compute_collective_time(call, LinkLayout(4))[0] > 0
         return
     with pytest.raises(Unmeasured, match=r"up to 1 MiB with gloo, and a step sends 1\.00 GiB"):
-        links.time_collective(call, LinkLayout(4))
+        links.compute_collective_time(call, LinkLayout(4))
 
 
 # --- the replay ----------------------------------------------------------------------------------
@@ -243,9 +255,9 @@ def test_a_schedule_follows_the_traced_phases():
         TracedPhase("optimizer", 1.0, (CollectiveCall("broadcast", 8),), (0.5,), 1),
     ]
     made = build_schedule(phases, on_cuda=False)
-    assert [s.computed_share for s in made.collectives] == [0.5, 0.75, 0.875]
+    assert [s.computed_share_before for s in made.collectives] == [0.5, 0.75, 0.875]
     assert [s.blocks_computation for s in made.collectives] == [False, False, True]
-    assert made.backward_end_share == 0.75
+    assert made.computed_share_at_backward_end == 0.75
     assert made.num_operations == 9
 
 
@@ -314,7 +326,7 @@ def test_the_queue_agrees_with_a_virtual_clock(workers):
 
 def test_past_the_knee_workers_bring_nothing():
     queue = ServerQueue(think_s=0.9, service_s_by_server=(0.1,))
-    assert queue.saturation_workers == pytest.approx(10)
+    assert queue.num_workers_at_saturation == pytest.approx(10)
     before, after = (n / compute_asynchronous_step_s(queue, n) for n in (20, 40))
     assert after / before < 1.01
     assert compute_synchronous_step_s(queue, 4) == pytest.approx(0.9 + 0.4)
@@ -333,7 +345,7 @@ def replayed_ddp(workers: int, compute_s: float) -> float:
     call = CollectiveCall("all_reduce", 1e8)
     schedule = Schedule((CollectiveStart(call, 0.9, False),), 0.9)
     return simulate_step_s(
-        schedule, compute_s, lambda c: links.time_collective(c, LinkLayout(workers))[0]
+        schedule, compute_s, lambda c: links.compute_collective_time(c, LinkLayout(workers))[0]
     )
 
 
@@ -345,10 +357,10 @@ def test_measured_links_recover_times_that_follow_them(scaling):
     measured = [MeasuredStep(n, true_s(n), 1) for n in (1, 2, 4)]
     (found,) = project_step_times(measured, scaling, [(16, 1)], replayed_ddp)
     assert found.rule == BY_LINKS
-    assert found.skill.error_reduction > 0.9
+    assert found.skill.relative_error_reduction > 0.9
     assert found.interval.middle_s == pytest.approx(true_s(16), rel=1e-4)
     assert found.interval.low_s < true_s(16) < found.interval.high_s
-    assert "times that of" in describe_projected_count(found)
+    assert "times that of" in describe_projected_step_time(found)
 
 
 def test_a_replay_without_skill_gives_way_to_the_counts():
@@ -368,8 +380,8 @@ def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
             measured[:counts], "weak", [(16, 1)], lambda n, c: c * n**0.06
         )
         assert not naive.measure_skill(
-            make_link_rule(lambda n, c: c * n**0.06), measured[:counts], "weak"
-        ).matches_naive
+            make_replay_rule(lambda n, c: c * n**0.06), measured[:counts], "weak"
+        ).matches_best_naive_rule
         rules[counts] = found.rule
     assert rules == {3: BY_LINKS, 4: BY_COUNTS}
 
@@ -378,7 +390,9 @@ def test_a_replay_whose_interval_says_nothing_gives_way_although_it_has_skill():
     off = {1: 1.0, 2: 2.0, 4: 1.0}  # a disturbed count throws the naive rules off further
     measured = [MeasuredStep(n, replayed_ddp(n, 0.1) * f, 1) for n, f in off.items()]
     (found,) = project_step_times(measured, "weak", [(16, 1)], replayed_ddp)
-    assert naive.measure_skill(make_link_rule(replayed_ddp), measured, "weak").matches_naive
+    assert naive.measure_skill(
+        make_replay_rule(replayed_ddp), measured, "weak"
+    ).matches_best_naive_rule
     assert found.rule == BY_COUNTS
 
 
@@ -510,7 +524,7 @@ def test_repeats_that_lie_apart_widen_the_interval_about_its_middle():
 def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
     measured = points(n1=1.0, n2=0.6, n4=0.36)  # the same loss with each doubling
     (found,) = project_step_times(measured, "strong", [(32, None)])
-    assert not found.skill.matches_naive
+    assert not found.skill.matches_best_naive_rule
     assert found.rule == BY_COUNTS
     naive_s = found.step_s_by_naive_rule[found.skill.best_naive_rule]
     assert (
@@ -519,7 +533,7 @@ def test_without_skill_the_better_naive_rule_is_named_and_within_the_interval():
         < found.interval.middle_s
         == found.step_s_by_naive_rule["a + b/N"]
     )
-    told = describe_projected_count(found)
+    told = describe_projected_step_time(found)
     assert "On the measured counts" in told
     assert (
         f"{found.skill.best_naive_rule} had smaller errors; it projects {format_short_time(naive_s)}"
@@ -537,7 +551,7 @@ def test_counts_alone_are_projected_by_a_plus_b_over_n_with_the_studys_own_error
     assert far.interval.high_s / far.interval.low_s > near.interval.high_s / near.interval.low_s
     assert (
         "by a + b/N; no naive rule had smaller errors on the measured counts."
-        in describe_projected_count(near)
+        in describe_projected_step_time(near)
     )
     exact = [MeasuredStep(n, 1 + 0.2 * (n - 1) / n, 1) for n in (1, 2, 4, 8)]
     (few,), (many,) = (project_step_times(exact[:k], "weak", [(16, 1)]) for k in (2, 4))
@@ -568,13 +582,13 @@ def test_a_study_of_two_counts_says_that_its_skill_is_not_known():
     found, far = project_step_times(points(n1=1.0, n2=1.1), "weak", [(8, None), (1024, None)])
     assert found.rule == BY_COUNTS
     assert found.step_s_by_naive_rule["perfect"] == pytest.approx(1.1)
-    assert "cannot test this rule" in describe_projected_count(found)
+    assert "cannot test this rule" in describe_projected_step_time(found)
     assert far.interval is None
-    assert "not projected" in describe_projected_count(far)
+    assert "not projected" in describe_projected_step_time(far)
 
 
 def test_intervals_come_from_counts_that_were_left_out():
-    rule = naive.project_perfect_scaling
+    rule = naive.project_by_perfect_scaling
     errors = compute_left_out_errors(rule, points(n1=1.0, n2=1.0, n4=2.0), "weak")
     assert [round(e, 3) for e, _ in errors] == [round(math.log(2), 3)] * 2 + [
         round(math.log(0.5), 3)

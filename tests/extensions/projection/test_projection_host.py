@@ -9,7 +9,7 @@ from stratbench.extensions.projection.naive import MeasuredStep
 from stratbench.extensions.projection.project import (
     BY_LINKS,
     Projection,
-    describe_projected_count,
+    describe_projected_step_time,
     describe_projection_basis,
     fit_computation_s,
     project_step_times,
@@ -42,7 +42,7 @@ FSDP = Schedule(
                     for i in range(LAYERS)
                 ),
             ],
-            key=lambda s: s.computed_share,
+            key=lambda s: s.computed_share_before,
         )
     ),
     0.9,
@@ -60,11 +60,11 @@ def simulated_s(compute_s: float, collective_s: float, host_s: float, steps: int
     ends = []
     for _ in range(steps):
         started = list(FSDP.collectives)
-        gathers = [s.computed_share for s in started if s.runs_ahead]
+        gathers = [s.computed_share_before for s in started if s.runs_ahead]
         issued = {0: 0.0}  # when each gather's issue, and what must have come before it, is through
         number = 0
         for i in range(OPERATIONS + 1):
-            while started and started[0].computed_share <= i / OPERATIONS + 1e-9:
+            while started and started[0].computed_share_before <= i / OPERATIONS + 1e-9:
                 one = started.pop(0)
                 if one.runs_ahead:
                     begins = max(channel, issued[number] if number else max(host, stream))
@@ -75,7 +75,7 @@ def simulated_s(compute_s: float, collective_s: float, host_s: float, steps: int
                         issued[number] = max(host, stream)
                 else:
                     channel = max(channel, host, stream) + collective_s
-            if i == round(OPERATIONS * FSDP.backward_end_share):
+            if i == round(OPERATIONS * FSDP.computed_share_at_backward_end):
                 stream = max(stream, channel)
             if i < OPERATIONS:
                 host += host_s / OPERATIONS
@@ -130,10 +130,10 @@ def test_in_strong_scaling_the_host_becomes_the_limit(host_s):
         assert without[32].interval.middle_s < 0.75 * true_s(32, 0.4 / 32, host_s)
     assert (
         f"limited by the host, which needs {1e3 * host_s:.0f} ms to issue"
-        in describe_projected_count(with_it[32])
+        in describe_projected_step_time(with_it[32])
     )
     assert "limited by the host" in describe_projection_basis(with_it[32], measured)
-    assert "the host" not in describe_projected_count(without[32])
+    assert "the host" not in describe_projected_step_time(without[32])
 
 
 def test_a_fast_host_changes_nothing():

@@ -16,7 +16,7 @@ from stratbench.extensions.projection.shown.crossings import (
     describe_crossings,
     find_crossings,
 )
-from stratbench.extensions.projection.table import Row, write_csv
+from stratbench.extensions.projection.table import Row, write_projection_csv
 
 
 def line(*steps: float, measured: int = 2, spread: float = 1.1) -> list[CountStepTime]:
@@ -35,7 +35,7 @@ def test_lines_meet_where_their_ratio_is_one():
     [found] = find_crossings(lines)
     assert (found.strategy_before, found.strategy_after) == ("one", "other")
     assert 8 < found.crossing_workers < 16
-    assert (found.clear_below, found.clear_above) == (4, 16)
+    assert (found.largest_clear_count_below, found.smallest_clear_count_above) == (4, 16)
     assert found.describe_crossing("GPU").startswith(
         f"From about {found.crossing_workers:.0f} GPUs on, other is faster than one"
     )
@@ -47,7 +47,7 @@ def test_lines_meet_where_their_ratio_is_one():
 def test_a_crossing_within_overlapping_fans_is_said_to_be_open():
     lines = {"one": line(8, 4, 2.1, 1.2), "other": line(8.1, 4.1, 2.1, 1.1, spread=1.5)}
     [found] = find_crossings(lines)
-    assert found.clear_above is None
+    assert found.smallest_clear_count_above is None
     assert "one is clearly faster on 2" in found.describe_crossing("GPU")
     wide = {"one": line(8, 4, measured=1, spread=2), "other": line(9, 3.9, measured=0, spread=2)}
     assert "so that either may be faster" in find_crossings(wide)[0].describe_crossing("GPU")
@@ -82,7 +82,7 @@ def row(strategy: str, workers: int, kind: str, step_s: float, **more) -> Row:
 def table(tmp_path) -> Path:
     path = tmp_path / "projection.csv"
     by = {"rule": "a + b/N", "evidence": "steps measured on 1 and 2 workers"}
-    write_csv(
+    write_projection_csv(
         path,
         [
             row("ddp", 1, "measured", 4), row("ddp", 2, "measured", 2.0),
@@ -120,7 +120,7 @@ def test_the_section_says_who_leads_what_it_costs_and_what_is_refused(table, cap
 def test_a_count_that_is_refused_between_others_is_told_by_itself(tmp_path):
     path = tmp_path / "projection.csv"
     by = {"rule": "replay on measured links", "evidence": "steps, by links"}
-    write_csv(
+    write_projection_csv(
         path,
         [
             row("ddp", 2, "measured", 4), row("ddp", 6, "refused", 0, reason="6 does not divide it"),
@@ -140,7 +140,7 @@ def test_a_count_that_is_refused_between_others_is_told_by_itself(tmp_path):
 def test_trainings_that_see_more_samples_on_more_workers_are_not_compared(tmp_path, steps, told):
     path = tmp_path / "projection.csv"
     counts = zip((1, 2, 4), steps, ("measured", "measured", "projected"), strict=True)
-    write_csv(
+    write_projection_csv(
         path,
         [
             replace(row("ddp", n, kind, 1.0), scaling="weak", train_s=float(s))

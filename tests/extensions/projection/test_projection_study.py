@@ -26,7 +26,7 @@ from stratbench.extensions.plan.schedule import read_records_by_cell
 from stratbench.extensions.projection import __main__ as command
 from stratbench.extensions.projection.evidence import gather_projection_inputs
 from stratbench.extensions.projection.shown.section import make_section_entries
-from stratbench.extensions.projection.study import project_trainings
+from stratbench.extensions.projection.study import project_training_durations
 from stratbench.study.config import config as configuration
 from stratbench.study.config.config import Study
 
@@ -305,12 +305,14 @@ def test_the_plan_is_told_of_trainings_on_counts_that_exist_nowhere(study):
     block = study["studies"]["small"]["experiments"]["one"]
     block["gpus"] = [1, 2, 4, 8]
     config, read = configuration.load_config(study)
-    found = project_trainings(config, read, read_records_by_cell(read, config["results"]))
+    found = project_training_durations(config, read, read_records_by_cell(read, config["results"]))
     ddp = {c.gpus: p for c, p in found.items() if c.strategy == "ddp"}
     assert set(ddp) == {8}  # 16 and 32 are on nodes between which nothing was measured
     assert ddp[8].global_batch == 128
     assert ddp[8].span.source.startswith("projected, 80 %: steps measured on 1, 2 and 4 workers")
-    table = pd.DataFrame(command.project_inputs(config, read, evidence_of_ddp(config, read))[0])
+    table = pd.DataFrame(
+        command.make_rows_and_projections(config, read, evidence_of_ddp(config, read))[0]
+    )
     row = table[table.workers == 8].iloc[0]
     assert (ddp[8].span.low_s, ddp[8].span.high_s) == (row.train_low_s, row.train_high_s)
 
@@ -401,6 +403,8 @@ def test_repeats_tell_how_far_they_lie_apart_and_slurm_the_nodes():
     [evidence] = gather_projection_inputs(records)
     assert [p.nodes for p in evidence.measured_steps] == [1, 2]
     # Two pairs that are 0.1 apart have a variance of 0.005 with 2 degrees of freedom; t at 0.9 is 1.8856.
-    assert evidence.repeat_half_width_ln == pytest.approx(1.8856 * math.sqrt(0.005), rel=1e-4)
+    assert evidence.repeat_interval_half_width_ln == pytest.approx(
+        1.8856 * math.sqrt(0.005), rel=1e-4
+    )
     [evidence] = gather_projection_inputs({c: r for c, r in records.items() if c.repeat == 0})
-    assert evidence.repeat_half_width_ln == 0
+    assert evidence.repeat_interval_half_width_ln == 0

@@ -35,7 +35,9 @@ def scheduled_gpt(strategy: str, on_cuda: bool = False, **options) -> Schedule:
 def step_s(schedule: Schedule, link: LinkModel, workers: int = 4) -> float:
     links = Links("gloo", {kind: {"within": link} for kind in KINDS})
     layout = LinkLayout(workers)
-    return simulate_step_s(schedule, 1.0, lambda call: links.time_collective(call, layout)[0])
+    return simulate_step_s(
+        schedule, 1.0, lambda call: links.compute_collective_time(call, layout)[0]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +48,15 @@ def ddp() -> Schedule:
 def test_buckets_of_ddp_start_during_backward_in_order(ddp):
     reduced = [s for s in ddp.collectives if s.call.collective_name == "all_reduce"]
     assert len(reduced) >= 2
-    assert [s.computed_share for s in reduced] == sorted(s.computed_share for s in reduced)
+    assert [s.computed_share_before for s in reduced] == sorted(
+        s.computed_share_before for s in reduced
+    )
     assert (
-        1 / 4 < reduced[0].computed_share < reduced[-1].computed_share <= ddp.backward_end_share < 1
+        1 / 4
+        < reduced[0].computed_share_before
+        < reduced[-1].computed_share_before
+        <= ddp.computed_share_at_backward_end
+        < 1
     )
     assert not any(s.blocks_computation for s in reduced)
 
@@ -56,7 +64,7 @@ def test_buckets_of_ddp_start_during_backward_in_order(ddp):
 def test_what_links_cost_is_what_the_replay_adds(ddp):
     assert step_s(ddp, FAST) == pytest.approx(1.0, rel=1e-3)
     links = Links("gloo", {kind: {"within": SLOW} for kind in KINDS})
-    all_s = sum(links.time_collective(s.call, LinkLayout(4))[0] for s in ddp.collectives)
+    all_s = sum(links.compute_collective_time(s.call, LinkLayout(4))[0] for s in ddp.collectives)
     assert max(1.0, all_s) < step_s(ddp, SLOW) < 1.0 + all_s
 
 
@@ -87,9 +95,9 @@ def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, o
     assert not any(s.blocks_computation for s in gradients)
     assert (
         1 / 4
-        < gradients[0].computed_share
-        < gradients[-1].computed_share
-        <= schedule.backward_end_share
+        < gradients[0].computed_share_before
+        < gradients[-1].computed_share_before
+        <= schedule.computed_share_at_backward_end
     )
     assert all(s.runs_ahead for s in replicas if s not in gradients)
 

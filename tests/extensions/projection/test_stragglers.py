@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from launching import settings
-from stratbench.extensions.projection.stragglers import MIN_STEPS, fit_stragglers
+from stratbench.extensions.projection.stragglers import MIN_STEPS, read_stragglers
 
 
 def recorded(*series: list[float]) -> dict[str, Any]:
@@ -19,23 +19,27 @@ def recorded(*series: list[float]) -> dict[str, Any]:
 def test_the_slowest_of_alike_workers_is_as_far_off_as_theory_says():
     draw = np.random.default_rng(1)
     series = draw.exponential(size=(8, 400)).clip(0.01)
-    stragglers = fit_stragglers([recorded(*series.tolist())])
+    stragglers = read_stragglers([recorded(*series.tolist())])
     for workers in (1, 4, 16):
         # The largest of W exponential times is H_W times their mean.
         of_theory = sum(1 / k for k in range(1, workers + 1))
-        assert stragglers.compute_mean_slowest_factor(workers) == pytest.approx(of_theory, rel=0.06)
+        assert stragglers.compute_slowest_worker_factor(workers) == pytest.approx(
+            of_theory, rel=0.06
+        )
     assert (
-        stragglers.compute_mean_slowest_factor(16, 1.0)
-        > stragglers.compute_mean_slowest_factor(16)
-        > stragglers.compute_mean_slowest_factor(16, -1.0)
+        stragglers.compute_slowest_worker_factor(16, 1.0)
+        > stragglers.compute_slowest_worker_factor(16)
+        > stragglers.compute_slowest_worker_factor(16, -1.0)
     )
 
 
 def test_a_worker_that_is_always_slow_is_so_in_every_step_once_it_is_drawn():
     slow, quick = [3.0] * MIN_STEPS, [1.0] * MIN_STEPS
-    stragglers = fit_stragglers([recorded(slow, quick)])
-    assert stragglers.compute_mean_slowest_factor(1000) == pytest.approx(1.5)  # 3 over the mean, 2
-    assert 1.0 < stragglers.compute_mean_slowest_factor(2) < 1.5
+    stragglers = read_stragglers([recorded(slow, quick)])
+    assert stragglers.compute_slowest_worker_factor(1000) == pytest.approx(
+        1.5
+    )  # 3 over the mean, 2
+    assert 1.0 < stragglers.compute_slowest_worker_factor(2) < 1.5
 
 
 def times_of(workers: int, stays: float, seed: list[int], steps: int = 100) -> np.ndarray:
@@ -51,17 +55,18 @@ def test_it_is_as_sure_as_it_is_right(stays, least, most):
     within, widths = [], []
     for job in range(60):
         truth = times_of(16, stays, [job])
-        measured = fit_stragglers([recorded(*truth[:4].tolist())])
+        measured = read_stragglers([recorded(*truth[:4].tolist())])
         # As a projection does: what four wait for is in their measured step.
         step_s = [truth[:n].max(axis=0).mean() for n in (4, 16)]
         projected_s = (
             step_s[0]
-            * measured.compute_mean_slowest_factor(16)
-            / measured.compute_mean_slowest_factor(4)
+            * measured.compute_slowest_worker_factor(16)
+            / measured.compute_slowest_worker_factor(4)
         )
         error = math.log(projected_s / step_s[1])
         width = 1.28 * math.log(
-            measured.compute_mean_slowest_factor(16, 1.0) / measured.compute_mean_slowest_factor(16)
+            measured.compute_slowest_worker_factor(16, 1.0)
+            / measured.compute_slowest_worker_factor(16)
         )
         within.append(abs(error) < math.hypot(width, 0.01))
         widths.append(width)
@@ -72,9 +77,9 @@ def test_it_is_as_sure_as_it_is_right(stays, least, most):
 def test_few_workers_are_less_sure_of_what_stays():
     widths = {
         n: np.median([
-            math.log(s.compute_mean_slowest_factor(8 * n, 1.0) / s.compute_mean_slowest_factor(8 * n))
+            math.log(s.compute_slowest_worker_factor(8 * n, 1.0) / s.compute_slowest_worker_factor(8 * n))
             for job in range(40)
-            for s in [fit_stragglers([recorded(*times_of(n, 0.5, [job]).tolist())])]
+            for s in [read_stragglers([recorded(*times_of(n, 0.5, [job]).tolist())])]
         ])
         for n in (2, 8)
     }  # fmt: skip
@@ -89,12 +94,14 @@ def test_nobody_waits_for_what_makes_all_workers_of_a_step_slow(measured, common
         truth = times_of(32, 0.0, [job], steps=200)
         shared = np.exp(common * np.random.default_rng([job, 1]).normal(size=200))
         said.append(
-            fit_stragglers(
+            read_stragglers(
                 [recorded(*(truth * shared)[:measured].tolist())]
-            ).compute_mean_slowest_factor(32)
+            ).compute_slowest_worker_factor(32)
         )
         alone.append(
-            fit_stragglers([recorded(*truth[:measured].tolist())]).compute_mean_slowest_factor(32)
+            read_stragglers([recorded(*truth[:measured].tolist())]).compute_slowest_worker_factor(
+                32
+            )
         )
         of_alone.append(truth.max(axis=0).mean() / truth.mean())
     assert np.mean(said) == pytest.approx(np.mean(of_alone), rel=0.03)
@@ -105,24 +112,24 @@ def test_rare_long_steps_of_one_worker_stay_its_own():
     draw = np.random.default_rng(4)
     series = np.where(draw.random((2, 4000)) < 0.03, 4.0, 1.0) * draw.lognormal(0, 0.02, (2, 4000))
     none_long = 0.97**16
-    assert fit_stragglers([recorded(*series.tolist())]).compute_mean_slowest_factor(
+    assert read_stragglers([recorded(*series.tolist())]).compute_slowest_worker_factor(
         16
     ) == pytest.approx((none_long + 4 * (1 - none_long)) / (0.97 + 4 * 0.03), rel=0.06)
 
 
 def test_workers_that_are_slow_in_the_same_steps_alone_wait_for_nobody():
     own = np.random.default_rng(3).lognormal(0, 0.5, size=100)
-    stragglers = fit_stragglers([recorded(own.tolist(), (2 * own).tolist())])
-    assert stragglers.compute_mean_slowest_factor(1000) == pytest.approx(4 / 3)
+    stragglers = read_stragglers([recorded(own.tolist(), (2 * own).tolist())])
+    assert stragglers.compute_slowest_worker_factor(1000) == pytest.approx(4 / 3)
 
 
 def test_repeats_are_pooled_as_shares_of_their_own_mean():
     one = recorded([1.0] * 30, [1.0] * 30)
     other = recorded([5.0] * 40, [5.0] * 40)
-    stragglers = fit_stragglers([one, other])
-    assert stragglers.own_times.shape == (4, 30)
-    assert stragglers.compute_mean_slowest_factor(8) == pytest.approx(1.0)
-    assert stragglers.compute_mean_slowest_factor(8, 1.0) == pytest.approx(1.0)
+    stragglers = read_stragglers([one, other])
+    assert stragglers.relative_step_times.shape == (4, 30)
+    assert stragglers.compute_slowest_worker_factor(8) == pytest.approx(1.0)
+    assert stragglers.compute_slowest_worker_factor(8, 1.0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +144,7 @@ def test_repeats_are_pooled_as_shares_of_their_own_mean():
     ],
 )
 def test_nothing_is_said_without_enough_of_it(record):
-    assert fit_stragglers([record]) is None
+    assert read_stragglers([record]) is None
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.command import CommandError
 from stratbench.extensions.queue import answer as answers
-from stratbench.extensions.queue.answer import simulate_and_answer
+from stratbench.extensions.queue.answer import simulate_queue_and_answer
 from stratbench.extensions.queue.background import make_poisson_arrivals
 from stratbench.extensions.queue.break_even import (
     ASYNCHRONOUS,
@@ -69,16 +69,18 @@ def test_the_jackknife_of_a_mean_is_students_interval_on_logarithms():
 
 
 def test_times_at_the_same_moments_cancel_what_they_share():
-    ratio = times(gang=4.0, sync=3.0).compute_ratio(SYNCHRONOUS, GANG)
+    ratio = times(gang=4.0, sync=3.0).compute_mode_time_ratio(SYNCHRONOUS, GANG)
     assert ratio == pytest.approx((0.75, 0.75, 0.75))
 
 
 def test_the_worth_that_breaks_even_is_where_the_times_meet():
     found = times(gang=4.0, sync=2.2, a1=2.0, a0_8=2.5, a0_6=3.5)
     # Time is linear in 1 / worth: from 2.0 at 1 to 2.5 at 1.25.
-    assert found.compute_break_even(SYNCHRONOUS).value == pytest.approx(1 / (1 + 0.25 * 0.2 / 0.5))
-    assert found.compute_break_even(GANG).value == 0.0
-    assert times(gang=1.0, a1=2.0, a0_8=2.5).compute_break_even(GANG).value == math.inf
+    assert found.compute_break_even_efficiency(SYNCHRONOUS).value == pytest.approx(
+        1 / (1 + 0.25 * 0.2 / 0.5)
+    )
+    assert found.compute_break_even_efficiency(GANG).value == 0.0
+    assert times(gang=1.0, a1=2.0, a0_8=2.5).compute_break_even_efficiency(GANG).value == math.inf
 
 
 # ---- modes
@@ -86,7 +88,7 @@ def test_the_worth_that_breaks_even_is_where_the_times_meet():
 
 def test_in_an_empty_cluster_all_modes_take_their_own_time():
     queue = make_recorded_queue(4, 4, Rules(), make_poisson_arrivals(60, 0.01, 16, 1), 0.5, 2, 2)
-    found = simulate_modes(queue, QueuedTraining(8, 1.0, loss_per_worker=0.0))
+    found = simulate_modes(queue, QueuedTraining(8, 1.0, speed_loss_per_worker=0.0))
     startup_h, overhead = 60 / 3600, 1 + 10 / 1800
     for mode, hours in (
         (GANG, overhead),
@@ -111,11 +113,11 @@ def test_the_simulation_says_again_what_was_found_first():
     found = simulate_modes(
         make_poisson_queue(8, 8, Rules(), 0.7, 2.0, 10, 6), QueuedTraining(16, 2.0)
     )
-    assert found.average_hours(GANG).value == pytest.approx(2.8, abs=0.05)
+    assert found.compute_mean_hours(GANG).value == pytest.approx(2.8, abs=0.05)
     for mode, ratio in ((SYNCHRONOUS, 0.78), (name_asynchronous_mode(1.0), 0.77)):
-        assert found.compute_ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
-    assert found.compute_break_even(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
-    assert found.compute_break_even(GANG).value == pytest.approx(0.76, abs=0.01)
+        assert found.compute_mode_time_ratio(mode, GANG).value == pytest.approx(ratio, abs=0.01)
+    assert found.compute_break_even_efficiency(SYNCHRONOUS).value == pytest.approx(0.99, abs=0.01)
+    assert found.compute_break_even_efficiency(GANG).value == pytest.approx(0.76, abs=0.01)
 
 
 # ---- the answer
@@ -140,12 +142,13 @@ def test_split_synchronous_is_said_where_the_worth_is_below_what_breaks_even():
     assert "0.55 [0.55, 0.55] times as long as a gang takes (4" in found.make_headline()
     assert (
         "is 0.8 to 0.9, which is too little: synchronous workers are faster."
-        in found.make_lines()[1]
+        in found.make_sentences()[1]
     )
-    assert "(pause 60 s, state from the last checkpoint)" in found.make_lines()[1]
+    assert "(pause 60 s, state from the last checkpoint)" in found.make_sentences()[1]
     own = told(times(**ALIKE), pause_s=0.2, recovery="peer")
     assert (
-        "split synchronous workers (pause 0.2 s, state from another worker)" in own.make_lines()[1]
+        "split synchronous workers (pause 0.2 s, state from another worker)"
+        in own.make_sentences()[1]
     )
 
 
@@ -154,14 +157,14 @@ def test_asynchronous_workers_are_named_only_where_even_their_low_end_wins():
     assert told(times(**slow), sample_efficiency=[0.8, 1.0]).choice == ASYNCHRONOUS
     assert (
         "enough: asynchronous workers are faster."
-        in told(times(**slow), sample_efficiency=[0.8, 1.0]).make_lines()[1]
+        in told(times(**slow), sample_efficiency=[0.8, 1.0]).make_sentences()[1]
     )
     unknown = told(times(**slow))
     assert unknown.choice == SYNCHRONOUS
-    assert "is not given, so that they are not recommended" in unknown.make_lines()[1]
+    assert "is not given, so that they are not recommended" in unknown.make_sentences()[1]
     open_ = told(times(**slow), sample_efficiency=[0.6, 0.9])
     assert open_.choice == SYNCHRONOUS
-    assert "leaves open which are faster: measure it more precisely" in open_.make_lines()[1]
+    assert "leaves open which are faster: measure it more precisely" in open_.make_sentences()[1]
 
 
 def test_of_equals_the_simplest_is_named():
@@ -173,7 +176,9 @@ def test_of_equals_the_simplest_is_named():
 
 @pytest.mark.parametrize("load", [0.91, 0.95, 1.2])
 def test_a_queue_that_is_not_steady_has_no_answer(load):
-    found = simulate_and_answer(QueueRequest(num_gpus=16, training_hours=2.0, load=load), 8, 0.03)
+    found = simulate_queue_and_answer(
+        QueueRequest(num_gpus=16, training_hours=2.0, load=load), 8, 0.03
+    )
     assert found["mode"] is None
     assert f"At a load of {load:.2f} the queue is not steady" in found["refused"]
     assert found["headline"].startswith("With the queue: no answer.")
@@ -221,7 +226,7 @@ def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
         )
 
     sim._start_job = note
-    sim.run_until()
+    sim.simulate_until()
     lines = ["|".join(FIELDS)]
 
     def stamp(seconds):
@@ -237,7 +242,7 @@ def recorded(tmp_path, users=("ann", "bob"), load=0.6, jobs=400):
         ]
         tres = f"cpu=4,gres/gpu={a.gpus}"
         values = [str(i), users[i % len(users)], "gpu", *times_, "COMPLETED"]
-        values += [str(int(a.request_s / 60)), "1", tres, tres, "SchedMain"]
+        values += [str(int(a.requested_wall_time_s / 60)), "1", tres, tres, "SchedMain"]
         lines.append("|".join(values))
     path = tmp_path / "history.txt"
     path.write_text("\n".join(lines))
@@ -248,7 +253,7 @@ def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again
     asked = QueueRequest(
         num_gpus=8, training_hours=1.0, history=recorded(tmp_path), reservations="one"
     )
-    found = simulate_and_answer(asked, 4, 0.03)
+    found = simulate_queue_and_answer(asked, 4, 0.03)
     assert found["mode"]
     said = "\n".join(found["lines"])
     assert "3 submission times in recorded queues of 4 nodes of 4 GPUs" in said
@@ -263,17 +268,23 @@ def test_a_history_gives_load_size_and_arrivals_and_the_simulator_knows_it_again
 
 def test_a_history_that_hides_others_or_does_not_do_is_refused(few, tmp_path):
     path = recorded(tmp_path, users=("ann",), jobs=60)
-    alone = simulate_and_answer(QueueRequest(num_gpus=8, training_hours=1.0, history=path), 4, 0.03)
+    alone = simulate_queue_and_answer(
+        QueueRequest(num_gpus=8, training_hours=1.0, history=path), 4, 0.03
+    )
     assert "jobs of a single user" in alone["refused"]
     path = recorded(tmp_path, jobs=60)
     with pytest.raises(
         ValueError, match="too short for a training of 100 h; give the accounting of 600 h or more"
     ):
-        simulate_and_answer(QueueRequest(num_gpus=8, training_hours=100.0, history=path), 4, 0.03)
+        simulate_queue_and_answer(
+            QueueRequest(num_gpus=8, training_hours=100.0, history=path), 4, 0.03
+        )
     with pytest.raises(
         ValueError, match=r"num_gpus = 64: the history's jobs used at most 16 GPUs at once"
     ):
-        simulate_and_answer(QueueRequest(num_gpus=64, training_hours=1.0, history=path), 4, 0.03)
+        simulate_queue_and_answer(
+            QueueRequest(num_gpus=64, training_hours=1.0, history=path), 4, 0.03
+        )
 
 
 @pytest.mark.parametrize(
@@ -327,6 +338,6 @@ def test_a_worth_that_may_not_break_even_recommends_no_asynchronous_workers(more
     request = QueueRequest(
         num_gpus=16, training_hours=2, load=0.7, nodes=8, reservations="one", **more
     )
-    found = simulate_and_answer(request, 8, 0.03)
+    found = simulate_queue_and_answer(request, 8, 0.03)
     assert found["headline"].startswith("With the queue: split synchronous")
     assert "leaves open which are faster" in found["lines"][1]

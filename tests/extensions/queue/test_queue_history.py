@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stratbench.extensions.queue import background
-from stratbench.extensions.queue.answer import simulate_and_answer
+from stratbench.extensions.queue.answer import simulate_queue_and_answer
 from stratbench.extensions.queue.break_even import (
     GANG,
     QueueBlock,
@@ -108,7 +108,7 @@ def test_limits_that_are_no_numbers_and_jobs_that_never_ran_are_left_out_where_t
     assert row.label == "2-3"
     assert row.backfilled_share == 0
     assert found.request_factors == [0.8]
-    asked = [a.request_s for a in found.make_arrivals()]
+    asked = [a.requested_wall_time_s for a in found.make_arrivals()]
     assert asked == [3600, 3600, 9000]  # unknown: as the others, and never less than they took
 
 
@@ -121,11 +121,11 @@ def test_without_gpus_in_the_accounting_a_node_counts_as_its_gpus(tmp_path):
     found = history(
         tmp_path, [line(**plain), line(**plain, End="2026-03-01T12:00:00")], header=False
     )
-    assert found.gpus_by_nodes
+    assert found.are_gpus_counted_by_node
     assert [e.gpus for e in found.entries] == [8, 8]
     # Where others have GPUs, a job without is none of this queue.
     mixed = history(tmp_path, [line(**plain), line(), LATER])
-    assert not mixed.gpus_by_nodes
+    assert not mixed.are_gpus_counted_by_node
     assert len(mixed.entries) == 2
 
 
@@ -226,7 +226,7 @@ def recorded(
         Cluster, "_start_job", lambda self, job, at: (started.append(job), start(self, job, at))
     )
     sim = Cluster(8, 8, arrivals, Rules(num_reservations=1))
-    sim.run_until(arrivals[-1].submit_s)
+    sim.simulate_until(arrivals[-1].submit_s)
     monkeypatch.setattr(Cluster, "_start_job", start)
     now_s = sim.now_s
     lines = ["JobIDRaw|User|Submit|Start|End|State|TimelimitRaw|NNodes|ReqTRES|AllocTRES"]
@@ -239,7 +239,7 @@ def recorded(
         times = [f"{int(t)}" for t in (job.submit_s, *([job.start_s] if has_begun else []))]
         times += ["Unknown"] * (2 - len(times)) + [f"{int(job.end_s)}" if ended else "Unknown"]
         state = "COMPLETED" if ended else "RUNNING" if has_begun else "PENDING"
-        limit = int(job.request_s / 60)
+        limit = int(job.requested_wall_time_s / 60)
         line = [len(lines), f"u{len(lines) % 7}", *times, state, limit, 1, tres, tres * has_begun]
         lines.append("|".join(map(str, line)))
     path = folder / "sacct.txt"
@@ -255,7 +255,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     asked = QueueRequest(
         num_gpus=8, training_hours=2.0, history=str(path), nodes=8, reservations="one"
     )
-    found = simulate_and_answer(asked, 8, 0.03)
+    found = simulate_queue_and_answer(asked, 8, 0.03)
     assert found["mode"] is None
     assert re.search(r"the waiting work grew by [\d,]+ GPU-hours", found["refused"])
     assert read_history(path, 8).mean_gpus_in_use < 0.9 * 64
@@ -263,7 +263,7 @@ def test_a_history_whose_queue_grows_has_no_answer(tmp_path, monkeypatch):
     path = recorded(tmp_path, monkeypatch, background.make_poisson_arrivals(600, 0.7, 64, 3))
     steady = read_history(path, 8)
     assert steady.queue_growth_gpus < 0.05 * 64
-    assert simulate_and_answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
+    assert simulate_queue_and_answer(replace(asked, training_hours=0.5), 8, 0.03)["refused"] is None
 
 
 @pytest.mark.slow
@@ -274,13 +274,16 @@ def test_trainings_come_to_a_queue_as_full_as_it_was(tmp_path, monkeypatch):
     arrivals = background.make_poisson_arrivals(1800, 0.8, 64, 6)
     found = read_history(recorded(tmp_path, monkeypatch, arrivals, last_days=7), 8)
     shape = (8, 8, Rules(num_reservations=1))
-    queue = make_recorded_queue(*shape, found.make_arrivals(), 2.0, 4, 3, found.settled_s)
+    queue = make_recorded_queue(
+        *shape, found.make_arrivals(), 2.0, 4, 3, found.simulated_window_begin_s
+    )
     moments = [
-        [m + found.window_s[0] - found.settled_s for m in block] for _, block in queue.blocks
+        [m + found.window_unix_s[0] - found.simulated_window_begin_s for m in block]
+        for _, block in queue.blocks
     ]
     truth = TrainingQueue(*shape, [QueueBlock(arrivals, block) for block in moments])
     told, true = (
-        simulate_modes(q, QueuedTraining(16, 2.0), modes=[GANG]).average_hours(GANG).value
+        simulate_modes(q, QueuedTraining(16, 2.0), modes=[GANG]).compute_mean_hours(GANG).value
         for q in (queue, truth)
     )
     assert told == pytest.approx(true, rel=0.2)

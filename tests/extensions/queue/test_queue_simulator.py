@@ -25,7 +25,7 @@ NEVER = SimulatedCheckpoints(interval_s=1800.0, blocking_s=0.0)
 
 def run(arrivals, nodes=1, gpus_per_node=4, rules=EASY, seed=0):
     sim = Cluster(nodes, gpus_per_node, arrivals, rules, seed)
-    sim.run_until()
+    sim.simulate_until()
     return sim
 
 
@@ -39,7 +39,7 @@ def waits(rules, *requests, wide=5.0):
 
 def trained(training, sim):
     training.submit_training(sim)
-    sim.run_until(is_done=lambda: training.is_finished)
+    sim.simulate_until(is_done=lambda: training.is_finished)
     return training
 
 
@@ -84,21 +84,21 @@ def test_slurms_default_keeps_the_second_waiting_jobs_start_too():
 def test_a_job_that_fits_on_a_node_waits_for_one_with_room():
     busy = [Arrival(0, 2, 100, 100), Arrival(0, 3, 50, 50)]  # 2 + 1 GPUs are free on 2 nodes
     sim = Cluster(2, 4, busy, FIFO)
-    sim.run_until(0)
+    sim.simulate_until(0)
     gang = Gang(30.0, 1e6, 3, Scaling(0.0), NEVER, 0.0)
     assert trained(gang, sim).done_s == 50 + 10
 
 
 def test_delays_are_added_where_they_were_measured():
-    rules = Rules(start_delay_s=0.25, end_delay_s=0.5)
+    rules = Rules(job_start_delay_s=0.25, job_end_delay_s=0.5)
     sim = run([Arrival(0, 4, 10, 10), Arrival(0, 4, 10, 10)], rules=rules)
     assert [wait_s for _, wait_s in sim.waits] == [0.25, 0.25 + 10 + 0.5 + 0.25]
 
 
 def test_backfill_at_intervals_starts_jobs_later_than_after_every_event():
     jobs = [Arrival(0, 3, 100, 100), Arrival(1, 4, 5, 5), Arrival(2, 1, 5, 5)]
-    assert dict(run(jobs, rules=Rules(backfill_s=0)).waits)[1] == 0
-    assert dict(run(jobs, rules=Rules(backfill_s=30)).waits)[1] == 29  # at 1 + 30
+    assert dict(run(jobs, rules=Rules(backfill_interval_s=0)).waits)[1] == 0
+    assert dict(run(jobs, rules=Rules(backfill_interval_s=30)).waits)[1] == 29  # at 1 + 30
 
 
 def test_a_job_that_asked_too_little_ends_at_its_wall_time():
@@ -119,7 +119,7 @@ def test_a_preemptible_job_counts_as_free_and_goes_first():
 
 def test_alone_a_training_takes_its_startup_and_its_work():
     scaling = Scaling(0.02)
-    exact = 60 + 3600 / scaling.compute_efficiency(8)
+    exact = 60 + 3600 / scaling.compute_speed_per_worker(8)
     for training in (
         Gang(8 * 3600.0, 1e9, 8, scaling, NEVER),
         ElasticTraining(8 * 3600.0, 1e9, 8, scaling),
@@ -132,7 +132,7 @@ def test_synchronous_workers_pause_when_one_joins_and_asynchronous_ones_do_not()
     # One GPU is free until 100, then two: 100 s of one worker's work, then two at once.
     for synchronous, done_s in ((False, 200), (True, 230)):
         sim = Cluster(1, 2, [Arrival(0, 1, 100, 100)], FIFO)
-        sim.run_until(0)
+        sim.simulate_until(0)
         split = ElasticTraining(
             300.0,
             1e6,
@@ -147,7 +147,7 @@ def test_synchronous_workers_pause_when_one_joins_and_asynchronous_ones_do_not()
 
 
 def test_a_slow_node_slows_all_synchronous_workers_and_of_the_others_itself():
-    rules = Rules(slow_share=1.0, slow_factor=2.0)
+    rules = Rules(slow_node_share=1.0, slow_node_factor=2.0)
     sims = [Cluster(2, 1, [], rules) for _ in range(2)]
     for sim in sims:
         sim.speed[0] = 1.0
@@ -180,9 +180,9 @@ def test_a_lost_node_takes_what_was_done_since_the_last_checkpoint_though_peers_
         200.0, 1e6, 2, Scaling(0.0), how, 0.0, is_synchronous=True, resumes_from_peers=True
     )
     split.submit_training(sim)
-    sim.run_until(30)
+    sim.simulate_until(30)
     sim._handle_node_failure(0)
-    assert split.remaining_work_s == 200 - 2 * 20
+    assert split.remaining_work_gpu_s == 200 - 2 * 20
 
 
 def test_a_worth_below_one_takes_that_many_more_samples():
@@ -240,7 +240,7 @@ def test_a_gang_under_failures_takes_what_the_checkpoint_formula_says():
     """Periods of T that are each begun again when they fail: n M (exp(T / M) - 1)."""
     period_s, mtbf_s, times = 1800.0, 4 * 3600.0, []
     for seed in range(250):
-        sim = Cluster(1, 1, [], Rules(node_mtbf_s=mtbf_s, repair_s=0.0), seed)
+        sim = Cluster(1, 1, [], Rules(node_mtbf_s=mtbf_s, node_repair_s=0.0), seed)
         gang = Gang(
             8 * period_s, 1e9, 1, Scaling(0.0), SimulatedCheckpoints(period_s, 0.0), startup_s=0.0
         )
@@ -258,7 +258,7 @@ def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
     rules = Rules(node_mtbf_s=200_000.0)
     base, alone = (Cluster(4, 4, arrivals, rules, 1) for _ in range(2))
     for sim in (base, alone):
-        sim.run_until(arrivals[60].submit_s)
+        sim.simulate_until(arrivals[60].submit_s)
     twins = [base.copy_cluster(), base.copy_cluster()]
     one, other = (
         trained(Gang(8 * 3600.0, 1e5, 8), twins[0]),
@@ -266,7 +266,7 @@ def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
     )
     assert one.done_s == other.done_s
     for sim in (base, alone):
-        sim.run_until(arrivals[-1].submit_s)
+        sim.simulate_until(arrivals[-1].submit_s)
     assert base.waits == alone.waits
     assert base.busy_gpu_s == alone.busy_gpu_s
     holding = base.copy_cluster()
@@ -285,20 +285,20 @@ def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
 def test_no_gpu_is_given_twice_and_every_job_ends(seed, reserve, load, preemptible):
     arrivals = make_poisson_arrivals(60, load, 16, seed)
     sim = Cluster(4, 4, arrivals, Rules(num_reservations=reserve, node_mtbf_s=500_000.0), seed)
-    sim.run_until(arrivals[20].submit_s)
+    sim.simulate_until(arrivals[20].submit_s)
     split = ElasticTraining(
         10 * 3600.0, 7200.0, 10, is_preemptible=preemptible, is_synchronous=seed % 2 == 0
     )
     split.submit_training(sim)
     while not (split.is_finished and len(sim.waits) >= 60):
-        sim.run_until(sim.now_s + 3600.0)
+        sim.simulate_until(sim.now_s + 3600.0)
         used = dict.fromkeys(range(4), 0)
         for job in sim.running:
             for node, gpus in job.gpus_by_node.items():
                 used[node] += gpus
         assert all(0 <= n <= 4 for n in used.values())
         assert [4 - used[node] for node in range(4)] == list(sim._free)
-    assert split.remaining_work_s < 1e-3
+    assert split.remaining_work_gpu_s < 1e-3
     assert not [job for job in (*sim.queue, *sim.running) if job.owner]
 
 
@@ -311,5 +311,8 @@ def test_others_ask_for_exactly_the_load():
     arrivals = make_poisson_arrivals(300, 0.7, 64, seed=5)
     asked = sum(a.gpus * a.duration_s for a in arrivals)
     assert asked / (64 * arrivals[-1].submit_s) == pytest.approx(0.7)
-    assert all(a.request_s >= a.duration_s and a.request_s % 60 == 0 for a in arrivals)
+    assert all(
+        a.requested_wall_time_s >= a.duration_s and a.requested_wall_time_s % 60 == 0
+        for a in arrivals
+    )
     assert SimulatedJob(1, 1, 1) != SimulatedJob(1, 1, 1)  # two alike are two

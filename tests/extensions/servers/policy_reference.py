@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stratbench.extensions.servers.policies.policies import parse_options
+from stratbench.extensions.servers.policies.policies import parse_policy_options
 from stratbench.extensions.servers.policies.policy import Hyper
 
 
@@ -369,7 +369,7 @@ class Preview(KBatch):
 
 def hyper_of(name, **given):
     """`given` for SGD with momentum, or for AdamW where the policy refuses SGD."""
-    if parse_options(name).refusal("sgd"):
+    if parse_policy_options(name).refusal("sgd"):
         given = {k: v for k, v in given.items() if k not in ("momentum", "nesterov")}
         return Hyper(**{"betas": (0.9, 0.99), "eps": 1e-8} | given, optimizer="adamw")
     return Hyper(**{"momentum": 0.9} | given)

@@ -20,7 +20,7 @@ from process_groups import forking
 from torch import nn
 
 from launching import LIMIT_S, until
-from stratbench.extensions.servers.policies.policies import parse_options
+from stratbench.extensions.servers.policies.policies import parse_policy_options
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.extensions.servers.ps.member import Member
@@ -61,14 +61,14 @@ def serve_run(config: ServerConfig, secret: bytes) -> dict[str, Any]:
     """Run one server, of an elastic run where the config is of one."""
     if type(config) is ServerConfig:
         return run_server(config, secret)
-    from stratbench.extensions.elastic.servers.run import make_run
+    from stratbench.extensions.elastic.servers.run import make_elastic_run
 
-    return run_server(config, secret, make_run=make_run)
+    return run_server(config, secret, make_run=make_elastic_run)
 
 
 def config(folder: Path, **changed: Any) -> ServerConfig:
     """A small run of one worker, one epoch of four steps; AdamW where the policy refuses SGD."""
-    refuses_sgd = parse_options(changed.get("policy", "ps-async")).refusal("sgd")
+    refuses_sgd = parse_policy_options(changed.get("policy", "ps-async")).refusal("sgd")
     base = ServerConfig(
         rendezvous=str(folder / "rendezvous"),
         workers=1,
@@ -143,8 +143,8 @@ class Worked:
         config, secret, worker, transport, wire, dtype, before_push, rehearsals = self._args
         try:
             self.channel = self.connect(config, secret, worker, transport, wire)
-            send_initial = self.channel._send_initial
-            self.channel._send_initial = lambda link: (self.asked.set(), send_initial(link))
+            send_initial = self.channel._send_initial_tensors
+            self.channel._send_initial_tensors = lambda link: (self.asked.set(), send_initial(link))
             try:
                 for _ in range(rehearsals):
                     self.flat.grads.fill_(1.0)
@@ -302,8 +302,8 @@ def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folde
 def note_heartbeats(channel: Channel) -> list[Frame]:
     """The heartbeats that the channel sends to server 0, as they leave."""
     connection, left = channel._links[0].connection, []
-    send = connection.send_if_free
-    connection.send_if_free = lambda *frame: (send(*frame), left.append(frame))
+    send = connection.send_unless_busy
+    connection.send_unless_busy = lambda *frame: (send(*frame), left.append(frame))
     return left
 
 

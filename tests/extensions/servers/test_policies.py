@@ -22,7 +22,7 @@ from stratbench.extensions.servers.policies.policies import (
     POLICIES,
     get_policy_class,
     make_policy,
-    parse_options,
+    parse_policy_options,
 )
 from stratbench.extensions.servers.policies.policy import Hyper, Outcome
 from stratbench.extensions.servers.ps.tickets import TicketPlan
@@ -30,8 +30,8 @@ from virtual_clock import Timing, simulate
 
 pytestmark = pytest.mark.timeout(300)
 NAMES = list(POLICIES)
-TAKE_SGD = [name for name in NAMES if not parse_options(name).refusal("sgd")]
-TAKE_ADAMW = [name for name in NAMES if not parse_options(name).refusal("adamw")]
+TAKE_SGD = [name for name in NAMES if not parse_policy_options(name).refusal("sgd")]
+TAKE_ADAMW = [name for name in NAMES if not parse_policy_options(name).refusal("adamw")]
 #: One worker equals plain SGD push by push; only a batch split in sub-batches is scaled down.
 WHOLE_BATCHES = {"ps-async-modified": {"pushes_per_batch": 1}}
 #: Forms the same sums in another order: mu v and g are subtracted from W one by one.
@@ -96,9 +96,13 @@ def test_whose_rule_is_for_one_optimizer_refuses_the_other():
     assert set(NAMES) - set(TAKE_SGD) == {"ps-preview"}
     hyper = Hyper(lr=0.1, optimizer="adamw", betas=(0.9, 0.999), eps=1e-8)
     for name in set(NAMES) - set(TAKE_ADAMW):
-        with pytest.raises(ValueError, match=f"{name} does not support the optimizer adamw: its rule"):
+        with pytest.raises(
+            ValueError, match=f"{name} does not support the optimizer adamw: its rule"
+        ):
             make_policy(name, torch.ones(2), hyper)
-    with pytest.raises(ValueError, match="ps-preview does not support the optimizer sgd: it looks ahead by"):
+    with pytest.raises(
+        ValueError, match="ps-preview does not support the optimizer sgd: it looks ahead by"
+    ):
         make_policy("ps-preview", torch.ones(2), Hyper(lr=0.1))
 
 
@@ -341,7 +345,7 @@ class SyncSums(averaging.SyncPolicy):
 
 class DanaLooksAheadAlongOwn(asynchronous.DanaPolicy):
     def view(self, worker, out):
-        ahead = self.push_lr * self._momenta[0].next_step_factor
+        ahead = self.push_lr * self._momenta[0].next_step_momentum_factor
         torch.sub(self.weights, self._sum, alpha=ahead, out=out)
         return self.version
 
@@ -386,7 +390,7 @@ class StalenessLrScalesVelocity(asynchronous.StalenessLrPolicy):
 
 
 class ModifiedUnweighted(asynchronous.AsyncModifiedPolicy):
-    _step_lr = asynchronous.AsyncPolicy._step_lr
+    _learning_rate_of_push = asynchronous.AsyncPolicy._learning_rate_of_push
 
 
 class DcWrongSign(asynchronous.DcAsgdPolicy):
@@ -421,7 +425,7 @@ class DanaLooksAheadTooFar(asynchronous.DanaPolicy):
 
 class AsyncIgnoresScale(asynchronous.AsyncPolicy):
     @property
-    def _step_lr(self):
+    def _learning_rate_of_push(self):
         return self.hyper.lr
 
 
@@ -665,7 +669,7 @@ MUTANTS = [
 def test_a_wrong_policy_is_found_out(mutant, given_options, how):
     right = mutant.__base__
     name = next(n for n in NAMES if get_policy_class(n) is right)
-    options = parse_options(name, given_options)
+    options = parse_policy_options(name, given_options)
     how = {"slowdown": (3.0,), **how}
     sgd = {key: how.pop(key) for key in ("nesterov", "weight_decay") if key in how}
     hyper = hyper_of(name, lr=0.05, workers=4, **sgd)
@@ -712,7 +716,7 @@ def test_dana_reads_what_is_known_of_the_others_next_steps(nesterov):
 
 def summed_by_the_book(policy, worker):
     """What a worker of ps-dana reads, added up from the momenta of the others one by one."""
-    ahead = policy.push_lr * policy._momenta[0].next_step_factor
+    ahead = policy.push_lr * policy._momenta[0].next_step_momentum_factor
     others = [m.value for j, m in enumerate(policy._momenta) if j != worker]
     return policy.weights - ahead * sum(others, torch.zeros_like(policy.weights))
 
@@ -1074,7 +1078,7 @@ def test_every_policy_has_options_with_help_and_a_valid_default():
         options_class = get_policy_class(name).Options
         for spec in fields(options_class):
             assert spec.metadata["help"]
-            assert parse_options(name, {spec.name: spec.default}) == options_class()
+            assert parse_policy_options(name, {spec.name: spec.default}) == options_class()
 
 
 @pytest.mark.parametrize(
@@ -1094,12 +1098,12 @@ def test_every_policy_has_options_with_help_and_a_valid_default():
 )
 def test_wrong_options_are_named(name, options, complaint):
     with pytest.raises(ValueError, match="ps-") as error:
-        parse_options(name, options)
+        parse_policy_options(name, options)
     assert complaint in str(error.value)
 
 
 def test_a_whole_number_is_taken_for_a_number():
-    assert parse_options("ps-dcasgd", {"dc_lambda": 1}).dc_lambda == 1.0
+    assert parse_policy_options("ps-dcasgd", {"dc_lambda": 1}).dc_lambda == 1.0
 
 
 @pytest.mark.parametrize(("scale", "factor"), [("full", 1.0), ("1/N", 0.25)])

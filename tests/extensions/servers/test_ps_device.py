@@ -171,7 +171,7 @@ def test_weights_are_on_the_device_before_another_server_has_sent_its(
 ):
     plan = config(tmp_path, steps_per_epoch=6, n_servers=2)
     servers = [Served(replace(plan, server=s), SECRET) for s in range(2)]
-    take, arrived = Channel._take_weights, []
+    take, arrived = Channel._receive_weights, []
 
     def take_later(channel, link, frame):
         """Of server 1, only once all that server 0 sends is here and the backward is over."""
@@ -198,20 +198,20 @@ def test_weights_wait_for_the_end_of_the_backward_and_the_stream_for_the_weights
     back, current = staging._back, torch.cuda.current_stream(flat.device)
     old, half = flat.weights.clone(), numel // 2
     host.fill_(7)
-    staging.take_weights(0, half)
+    staging.copy_weights_to_device(0, half)
     assert torch.equal(flat.weights, old), "a backward may read them"
     assert back.waited_for == []
-    staging.accept_weights()
+    staging.start_accepting_weights()
     assert back.waited_for == [current]
     assert torch.equal(flat.weights[:half], host[:half])
     assert torch.equal(flat.weights[half:], old[half:])
-    staging.take_weights(half, numel)
+    staging.copy_weights_to_device(half, numel)
     assert torch.equal(flat.weights, host)
     assert back not in current.waited_for
-    staging.deliver_weights()
+    staging.make_stream_wait_for_weights()
     assert current.waited_for[-1] is back
     host.fill_(8)
-    staging.take_weights(0, numel)  # of a run that is over: snapshots are loaded now
+    staging.copy_weights_to_device(0, numel)  # of a run that is over: snapshots are loaded now
     assert not (flat.weights == 8).any()
 
 

@@ -110,7 +110,7 @@ def test_shards_may_lie_with_several_servers(tmp_path, n_servers, transport):
 
 def test_workers_begin_to_join_at_different_servers_and_go_round(tmp_path, monkeypatch):
     doors: dict[int, list[int]] = {0: [], 1: [], 2: [], 3: []}
-    join = Channel._join
+    join = Channel._join_server
 
     def noted(channel, rendezvous, server, *rest):
         doors[channel.worker].append(server)
@@ -312,7 +312,7 @@ def test_a_ticket_counts_once_where_its_worker_died_after_some_verdicts(tmp_path
             return 0 if ticket.number % 5 == 4 else None
 
         def end_push(overflowed):
-            channel._join_senders()
+            channel._wait_for_senders()
             for server in told:
                 link = channel._links[server]
                 link.connection.send(Frame(Kind.APPLY, ticket=ticket.number))
@@ -418,7 +418,9 @@ def test_snapshots_are_the_state_at_the_end_of_each_epoch(tmp_path):
     assert ends == sorted(ends)
     assert load_snapshot(tmp_path / "kept", 1)[0] == ends[1]
     assert stats["train_time_s"] == pytest.approx(ends[-1])
-    with pytest.raises(FileNotFoundError, match=r"epoch 3 has no complete snapshot: .*epoch3.0.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"epoch 3 has no complete snapshot: .*epoch3.0.json"
+    ):
         load_snapshot(tmp_path / "kept", 3)
 
 
@@ -549,7 +551,7 @@ def a_member() -> tuple[Member, Connection]:
     """A worker as its server sees it, of which the reader waits, and the worker's own end."""
     ours, theirs = (Connection(sock) for sock in socket.socketpair())
     for connection in (ours, theirs):
-        connection.use_keys(b"k" * 32, b"k" * 32, 100)
+        connection.set_frame_keys(b"k" * 32, b"k" * 32, 100)
     ours.waiting_since = 0.0
     layout = FlatSpace(small_model()).layout
     return Member(Hello(0, "native", False, layout, ""), ours, "tcp"), theirs
@@ -710,7 +712,7 @@ def test_a_failed_push_waits_until_what_the_server_said_is_read():
     )
     channel, link = Channel(None, 0, "native", None), link_over(connection)
     channel._links.append(link)
-    channel._told.set()
+    channel._next_arrived.set()
     link.receiver = channel._start_thread(channel._receive_frames, link)
     with pytest.raises(RunEnded, match="full"):
         channel._send_frame(link, Frame(Kind.PUSH))
@@ -761,10 +763,10 @@ def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent(
         channel._links.append(link_over(connection, server))
     first, other = channel._links
     other.to_send.put(lambda: (hold.wait(PATIENCE_S), said.append("shards")))
-    sender = threading.Thread(target=channel._send_queued, args=(other,))
+    sender = threading.Thread(target=channel._send_queued_frames, args=(other,))
     sender.start()
-    channel._go_idle(first)
-    channel._take_ticket(Ticket(7, 0, 0, 0))
+    channel._record_missing_ticket(first)
+    channel._accept_ticket(Ticket(7, 0, 0, 0))
     assert said == []
     hold.set()
     other.to_send.put(None)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ps_harness import small_model
 from torch import nn
 
-from stratbench.extensions.servers.ps.device import Countdown, group_shards
+from stratbench.extensions.servers.ps.device import Countdown, group_shards_into_buckets
 from stratbench.extensions.servers.ps.flat import FlatSpace, cut_into_shards
 from stratbench.extensions.servers.wire.shm import allocate_flat_tensors, attach_flat_tensors
 from stratbench.workload.flat import ALIGN_BYTES
@@ -160,12 +160,12 @@ def test_a_bucket_is_complete_with_the_last_gradient_that_touches_it():
     countdown = Countdown(spans=[(0, 10), (10, 30), (30, 32)], edges=[(0, 16), (16, 31), (31, 32)])
     for _ in range(2):
         countdown.reset()
-        assert countdown.mark_final(2) == [2]
-        assert countdown.mark_final(0) == []
-        assert countdown.mark_final(1) == [0, 1]
+        assert countdown.mark_gradient_final(2) == [2]
+        assert countdown.mark_gradient_final(0) == []
+        assert countdown.mark_gradient_final(1) == [0, 1]
 
 
 def test_buckets_are_runs_of_whole_shards():
     megabyte_shards = cut_into_shards((40 << 20) // 4, (1 << 20) // 4)
-    assert group_shards(megabyte_shards, 4) == [(0, 16), (16, 32), (32, 40)]
-    assert group_shards([(0, 5)], 4) == [(0, 1)]
+    assert group_shards_into_buckets(megabyte_shards, 4) == [(0, 16), (16, 32), (32, 40)]
+    assert group_shards_into_buckets([(0, 5)], 4) == [(0, 1)]

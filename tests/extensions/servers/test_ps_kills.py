@@ -10,7 +10,7 @@ import pytest
 from ps_harness import DEADLINE_S, GATE, LATE, SILENT, Habits, Processes, config
 
 from launching import until
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.servers.ps.server_config import HEARTBEAT_DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -140,7 +140,7 @@ def test_a_worker_whose_interpreter_lock_is_held_for_half_a_minute_is_not_given_
     os.mkfifo(gate)
     with Processes(tmp_path, plan, [Habits(lets_begin=(1, 1)), Habits(holds_lock=True)]) as run:
         run.wait_for_tickets(1, 1)
-        write_atomic(tmp_path / f"{LATE}1", "30")
+        write_text_atomically(tmp_path / f"{LATE}1", "30")
         several_periods_s = 3.0  # a heartbeat is due every second
         until(lambda: silent.exists() and float(silent.read_text() or 0) > 30 + several_periods_s)
         (tmp_path / f"{LATE}1").unlink()

@@ -221,7 +221,7 @@ def test_a_worker_closed_as_its_handshake_ends_comes_again(tmp_path, caplog, gat
         said = open_handshake(connection, secret)
         if not dismissed:
             dismissed.append(connection)
-            gates[0]._dismiss_oldest()
+            gates[0]._close_oldest_unproved()
         return said
 
     monkeypatch.setattr(gate, "open_handshake", dismissing)
@@ -308,7 +308,7 @@ def test_a_worker_does_not_join_a_server_that_does_not_know_the_secret(tmp_path)
 
     def pretend():
         connection = Connection(listener.accept()[0])
-        connection.use_keys(b"\0" * 32, b"\0" * 32, 4096)
+        connection.set_frame_keys(b"\0" * 32, b"\0" * 32, 4096)
         connection.send(Frame(Kind.CHALLENGE), b"n" * 32)
         connection.discard_payload(connection.receive().length)
         connection.send(Frame(Kind.WELCOME), b"m" * 32 + b'{"limit_bytes": 4096}')
@@ -647,7 +647,9 @@ def test_a_header_is_good_once_in_order_and_on_its_own_connection():
     assert receiver.unpack_frame(heads[0], 100)[1] is True  # a replay
     with pytest.raises(ProtocolError, match="number 2, expected 1"):
         receiver.unpack_frame(heads[2], 100)
-    with pytest.raises(ProtocolError, match="oversized frame: it has 100 bytes of payload, at most 99"):
+    with pytest.raises(
+        ProtocolError, match="oversized frame: it has 100 bytes of payload, at most 99"
+    ):
         receiver.unpack_frame(heads[1], 99)
     assert receiver.unpack_frame(heads[1], 100)[1] is False
     with pytest.raises(ProtocolError, match="tag"):

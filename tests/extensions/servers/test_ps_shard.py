@@ -57,7 +57,7 @@ def test_the_schedule_goes_by_the_pushes_of_global_batches():
         schedule={"schedule": "linear", "warmup_steps": 0, "final_factor": 0.2},
     )  # fmt: skip
     policy = make_policy("ps-async", torch.zeros(1), Hyper(lr=1.0, workers=2), {})
-    shard = Shard(0, policy, lambda *release: None, config.lr_share)
+    shard = Shard(0, policy, lambda *release: None, config.lr_factor_by_push_count)
     seen = []
     for number in (0, 1, 1, 2, 3, 4, 5, 6, 7):
         shard.push(0, number, None if number == 3 else torch.ones(1), ALIVE)

@@ -72,9 +72,9 @@ def mutant_or_real(policy, weights, hyper, options):
 
 
 def make_options():
-    from stratbench.extensions.servers.policies.policies import parse_options
+    from stratbench.extensions.servers.policies.policies import parse_policy_options
 
-    return parse_options("ps-sync")
+    return parse_policy_options("ps-sync")
 
 
 def network(batchnorm: bool) -> nn.Sequential:
@@ -183,7 +183,7 @@ def server_process(config_json: str, policy: str, folder: Path) -> None:
     from stratbench.extensions.servers.wire.handshake import load_secret
 
     config = replace(ServerConfig(**json.loads(config_json)), policy=policy)
-    run_server(config, load_secret(RunFolder(folder).secret_path), mutant_or_real)
+    run_server(config, load_secret(RunFolder(folder).job_secret_path), mutant_or_real)
 
 
 def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
@@ -195,7 +195,7 @@ def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:
         own.mkdir()
         if get_strategy_class(base).kind != "server":
             continue
-        write_secret(RunFolder(own).secret_path, make_secret())
+        write_secret(RunFolder(own).job_secret_path, make_secret())
         policy = name if name in ("summed", "cosine-unscheduled") else base
         for config in make_server_configs(
             settings(base, world, name), STEPS * GLOBAL_BATCH, RunFolder(own), None
@@ -430,7 +430,7 @@ def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, warm
     assert [entry["worker"] for entry in server["lost"]] == [1]
     assert server["tickets_settled"] == 20 * 8 * 3
     assert len(found["score"]["per_epoch"]) == 20
-    assert not folder.secret_path.exists(), "the job's secret is removed"
+    assert not folder.job_secret_path.exists(), "the job's secret is removed"
     left = [*tmp_path.rglob("epoch*"), *scratch.rglob("epoch*")]
     assert not left, "evaluated snapshots are removed"
 

@@ -54,10 +54,10 @@ def test_only_the_holder_can_settle_and_only_once():
     tickets = Tickets(TicketPlan(1, 1, 2))
     ticket = tickets.take_next_ticket(0)
     with pytest.raises(KeyError, match="worker 1 does not have ticket 0"):
-        tickets.record_settled(1, ticket.number)
-    tickets.record_settled(0, ticket.number)
+        tickets.record_settled_ticket(1, ticket.number)
+    tickets.record_settled_ticket(0, ticket.number)
     with pytest.raises(KeyError):
-        tickets.record_settled(0, ticket.number)
+        tickets.record_settled_ticket(0, ticket.number)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_every_ticket_is_settled_once_under_any_schedule_of_losses(data):
     n_workers = data.draw(st.integers(1, 4))
     tickets = Tickets(plan)
     live, holding, settled = set(range(n_workers)), {}, []
-    while not tickets.all_settled:
+    while not tickets.are_all_settled:
         worker = data.draw(st.sampled_from(sorted(live)))
         if len(live) > 1 and data.draw(st.integers(0, 9)) == 0:
             live.remove(worker)
@@ -77,7 +77,7 @@ def test_every_ticket_is_settled_once_under_any_schedule_of_losses(data):
             assert lost == ([holding.pop(worker)] if worker in holding else [])
         elif worker in holding:
             number = holding.pop(worker)
-            tickets.record_settled(worker, number)
+            tickets.record_settled_ticket(worker, number)
             settled.append((number, worker))
         else:
             ticket = tickets.take_next_ticket(worker)

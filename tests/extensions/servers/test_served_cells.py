@@ -13,12 +13,12 @@ from test_launch import LOST, FakeProcess, job_with
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.servers.figures import sum_served_run
+from stratbench.extensions.servers.figures import compute_served_totals
 from stratbench.extensions.servers.node import ServedProcesses
 from stratbench.extensions.servers.runner import ServedRunner
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.agent import Exits, ProcessExit
-from stratbench.train.ending import Ending
+from stratbench.train.ending import CellEnding
 
 
 def joined(folder: Path, rank: int) -> None:
@@ -36,7 +36,7 @@ def test_an_error_of_a_worker_that_servers_wait_for_wins_over_the_deadline(
     job = replace(job_with(tmp_path, [None, LOST]), settings=settings("ps-async"))
     for rank in (0, 1) if joins else (0,):
         joined(tmp_path, rank)
-    exits = Exits([ProcessExit("server0", None), ProcessExit("rank1", 1)], timed_out=True)
+    exits = Exits([ProcessExit("server0", None), ProcessExit("rank1", 1)], reached_time_limit=True)
     assert ServedRunner().classify(job, exits, None).status == expected
 
 
@@ -52,8 +52,8 @@ def test_what_a_worker_that_servers_lost_says_itself_is_told(tmp_path, said, rea
     job = replace(job_with(tmp_path, [None, lost]), settings=settings("ps-sync"))
     statistics = {"error": "worker 1 was lost", "lost": [{"worker": 1, "reason": "closed"}]}
     RunFolder(tmp_path).get_server_statistics_path(0).write_text(json.dumps(statistics))
-    exits = Exits([ProcessExit("rank1", 1)], timed_out=False)
-    assert ServedRunner().classify(job, exits, None) == Ending("error", reason)
+    exits = Exits([ProcessExit("rank1", 1)], reached_time_limit=False)
+    assert ServedRunner().classify(job, exits, None) == CellEnding("error", reason)
 
 
 def test_the_record_has_what_a_lost_worker_says_itself(tmp_path):
@@ -89,7 +89,10 @@ def test_what_a_servers_cell_cannot_go_on_without(tmp_path, n_nodes, ended, expe
     if ended.get("rank1") == 0:
         joined(tmp_path, 1)
     workers = [FakeProcess("rank0"), FakeProcess("rank1")]
-    assert ServedProcesses(job, workers, [FakeProcess("server0")]).cannot_succeed(ended) is expected
+    assert (
+        ServedProcesses(job, workers, [FakeProcess("server0")]).is_success_impossible(ended)
+        is expected
+    )
 
 
 def test_what_a_server_dropped_was_no_training():
@@ -99,7 +102,7 @@ def test_what_a_server_dropped_was_no_training():
          "updates": [4, 3], "staleness": [[8], [4, 1]]},
         {"train_time_s": 3.0, "updates": [4], "staleness": [[5, 2]]},
     ]  # fmt: skip
-    run = sum_served_run([{"losses": {}}], servers, 6, per_epoch=[])
+    run = compute_served_totals([{"losses": {}}], servers, 6, per_epoch=[])
     assert (run["samples_seen"], run["samples_applied"]) == (48, 40)
 
 
@@ -114,7 +117,7 @@ def test_an_epoch_whose_workers_were_all_lost_has_no_train_loss():
         for losses in ({}, {"1": {"0": [6.0, 4]}}, {"1": {"0": [3.0, 2]}})
     ]
     epochs = [{"epoch": n, "train_loss": None} for n in (1, 2)]
-    run = sum_served_run(workers, servers, 6, per_epoch=epochs)
+    run = compute_served_totals(workers, servers, 6, per_epoch=epochs)
     assert [entry["train_loss"] for entry in run["per_epoch"]] == [None, 1.5]
 
 

@@ -15,7 +15,7 @@ from stratbench.extensions.servers.policies.policies import (
     POLICIES,
     get_policy_class,
     make_policy,
-    parse_options,
+    parse_policy_options,
 )
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.ps.tickets import TicketPlan
@@ -134,7 +134,7 @@ class NeverReady(asynchronous.AsyncPolicy):
 
 @pytest.mark.parametrize("policy_class", [ForgetsLeavers, NeverReady])
 def test_a_policy_that_blocks_for_ever_is_found_out(policy_class):
-    options = parse_options("ps-backup", {"backups": 0})
+    options = parse_policy_options("ps-backup", {"backups": 0})
     timing = Timing(1.0, slowdown=(1.0, 3.0))
     changes = [(2.0, 1, "leave")]
     good = averaging.BackupPolicy(torch.zeros(2), Hyper(lr=0.1, workers=2), options)

@@ -204,7 +204,7 @@ def test_names_are_replaced_everywhere_and_alike(study_dir, tmp_path):
     assert found.cells["host"].nunique() == before.nunique()
     assert list(found.cells["host"].factorize()[0]) == list(before.factorize()[0])
     assert set("; ".join(found.cells["host"].dropna()).split("; ")) <= {"node1", "node2", "node3"}
-    assert found.has_replaced_hosts
+    assert found.has_replaced_host_names
     # The hosts of the samples are still those of the workers.
     told = ["rule", "strategy", "gpus", "repeat"]
     assert found.findings[told].equals(read_set(str(study_dir)).findings[told])
@@ -253,7 +253,9 @@ def test_check_tells_what_is_in_a_bundle(bundled, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "cells: 8, of which 6 finished, 2 out of memory (OOM)" in out
     assert "audit: " in out
-    assert "data set cifar10; epochs 6; global batch 128; precision fp32" in out.replace("\n  ", " ")
+    assert "data set cifar10; epochs 6; global batch 128; precision fp32" in out.replace(
+        "\n  ", " "
+    )
     assert command(["check", str(tmp_path / "none.zip")]) == 2
     assert "does not exist" in capsys.readouterr().out
 
@@ -389,7 +391,7 @@ def test_links_duplicates_bombs_and_changes_end_in_one_sentence(bundled, tmp_pat
     monkeypatch.setattr(archive, "MAX_MEMBERS", 3)
     assert "too many files" in told(bundled)
     monkeypatch.setattr(archive, "MAX_FILE_BYTES", 100)
-    assert "are read" in told(bundled)
+    assert "bytes; a bundle has at most 100" in told(bundled)
     path.unlink()
     os.mkfifo(path)
     assert "regular file" in refused(path)

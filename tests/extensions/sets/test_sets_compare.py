@@ -21,8 +21,8 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.groups import Group
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.comparing import comparison, page, regression, tables
-from stratbench.extensions.sets.comparing.compare import make_folder_name
-from stratbench.extensions.sets.comparing.comparison import compare_result_sets, make_headline
+from stratbench.extensions.sets.comparing.compare import make_comparison_folder_name
+from stratbench.extensions.sets.comparing.comparison import compare_result_sets, describe_comparison
 from stratbench.extensions.sets.comparing.union import decide_over_sets
 from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import read_set
@@ -122,9 +122,9 @@ def test_times_that_are_all_but_equal_have_an_interval_and_print_no_warning():
     found = unpaired.compute_time_ratio([3.0, 3.0 + 4e-15], [3.0, 3.0])
     assert found.value == pytest.approx(1)
     assert found.low < found.value < found.high
-    assert unpaired.compute_mean_of_logs([0.1, 0.1 + 2e-16, 0.1]).value == pytest.approx(
-        math.exp(0.1)
-    )
+    assert unpaired.compute_geometric_mean_from_logs(
+        [0.1, 0.1 + 2e-16, 0.1]
+    ).value == pytest.approx(math.exp(0.1))
     lost = unpaired.compute_mean_slowdown([((3.0, 3.0 + 4e-15), (3.0, 3.0))], 0.025)
     assert lost.low == pytest.approx(0, abs=1e-12)
 
@@ -135,20 +135,20 @@ def test_the_intervals_are_those_of_scipy():
     low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
     assert unpaired.compute_score_difference(new, old)[1:] == pytest.approx((low, high))
     ends = stats.ttest_1samp(new, 0.0).confidence_interval(0.95)
-    assert unpaired.compute_mean_of_logs(new)[1:] == pytest.approx(tuple(np.exp(ends)))
+    assert unpaired.compute_geometric_mean_from_logs(new)[1:] == pytest.approx(tuple(np.exp(ends)))
 
 
 def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
     found = compare_result_sets(sets["old"], sets["same"])
     assert len(found.cells_with_ratio) == 8
     assert [d.kind for d in found.machine_differences] == []
-    assert "do not differ in the hardware, versions and flags" in make_headline(found)
+    assert "do not differ in the hardware, versions and flags" in describe_comparison(found)
     inside = [cell.time_ratio.low < 1 < cell.time_ratio.high for cell in found.cells_with_ratio]
     assert sum(inside) >= 7
-    assert make_headline(found).startswith("Training in same takes ")
+    assert describe_comparison(found).startswith("Training in same takes ")
     assert (
         "times as long as in old, depending on the strategy. No ratio differs from 1 by more"
-        in (make_headline(found))
+        in (describe_comparison(found))
     )
     single = [
         replace(
@@ -159,10 +159,12 @@ def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
         )
         for c in found.cells_with_ratio
     ]
-    told = make_headline(
-        replace(found, strategy_means=tuple(comparison.average_by_strategy(single)))
+    told = describe_comparison(
+        replace(found, strategy_means=tuple(comparison.average_ratios_by_strategy(single)))
     )
-    assert "depending on the strategy. The noise is unknown, because a set has single" in told
+    assert (
+        "depending on the strategy. The noise is unknown, because a set has only one repeat" in told
+    )
     for mean in found.strategy_means:
         assert mean.time_ratio.value == pytest.approx(1, abs=0.02)
         assert mean.model_count == 2
@@ -178,7 +180,7 @@ def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):
 
 def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio(sets):
     found = compare_result_sets(sets["old"], sets["fast"])
-    text = make_headline(found)
+    text = describe_comparison(found)
     assert text.startswith("Training in fast takes 0.30 times as long as in old with fsdp, 0.5")
     assert "hardware, cores, threads and nodes, versions" in text
     assert "No single one of these explains a ratio." in text
@@ -209,16 +211,20 @@ def test_what_came_out_comes_first_then_what_differs_and_other_work_has_no_ratio
 
 
 def test_a_change_of_places_is_sure_only_where_both_intervals_leave_out_equality(sets):
-    sure = [r for r in compare_result_sets(sets["old"], sets["fast"]).rank_changes if r.is_beyond_noise]
+    sure = [
+        r for r in compare_result_sets(sets["old"], sets["fast"]).rank_changes if r.is_beyond_noise
+    ]
     assert sure[0].ratio_in_first.low > 1 > sure[0].ratio_in_other.high
     chance = replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1, 0.9, 1.3))
     assert not chance.is_beyond_noise
     assert not replace(sure[0], ratio_in_first=unpaired.IntervalEstimate(1.1)).is_beyond_noise
-    section = page.make_pair_section(
+    section = page.collect_comparison_section_values(
         replace(compare_result_sets(sets["old"], sets["fast"]), rank_changes=(chance,)), {}
     )
     shown = page.render_comparison_page(
-        page.make_page_values([sets["old"]], [section], None, None, [], [], Constraints())
+        page.collect_comparison_page_values(
+            [sets["old"]], [section], None, None, [], [], Constraints()
+        )
     )
     assert "it may be chance</td>" in shown
     assert "both intervals leave out 1" not in shown
@@ -234,7 +240,7 @@ def test_of_many_changes_of_places_the_sure_ones_are_shown_and_the_rest_counted(
         ((*[sure] * 13, chance), 2, 1),
         ([chance] * 12, 0, 0),
     ):
-        section = page.make_pair_section(replace(found, rank_changes=changes), {})
+        section = page.collect_comparison_section_values(replace(found, rank_changes=changes), {})
         assert len(section["ranks"]) == 12
         assert section["ranks"][0].is_beyond_noise == (sure in changes)
         assert (section["more_ranks"], section["more_sure"]) == (more, more_sure)
@@ -250,11 +256,11 @@ def test_what_the_audit_doubts_is_said_beside_the_ratio(sets, tmp_path):
     assert all(cell.doubtful_rules == ("busy-machine",) for cell in found.cells_with_ratio)
     assert (
         "The audit doubts the times of 8 of 8 ratios by these rules: busy-machine."
-        in make_headline(found)
+        in describe_comparison(found)
     )
     assert (
         "the audit doubts these times: busy-machine"
-        in regression.watch_regressions([found], 0.5)[0].outcome_sentence
+        in regression.find_regressions([found], 0.5)[0].outcome_sentence
     )
 
 
@@ -267,7 +273,7 @@ def test_threads_and_what_follows_from_them_are_one_difference(sets, tmp_path):
     found = compare_result_sets(
         sets["old"], read_set(str(a_set(tmp_path, "two", change=threads)), "two")
     )
-    assert "old and two differ in one condition" in make_headline(found)
+    assert "old and two differ in one condition" in describe_comparison(found)
 
 
 def test_stand_ins_of_hosts_are_not_compared(sets):
@@ -303,12 +309,12 @@ def test_the_paper_says_how_little_its_versions_can_be_compared():
     assert {c.no_ratio_reason for c in found.cells_without_ratio} == {
         "epochs 100 against not stated"
     }
-    assert make_headline(found).startswith(
+    assert describe_comparison(found).startswith(
         "12 of 12 times in v2 equal those in v1 to the last digit, so that they were not measured twice. "
     )
-    assert "Only one of the two sets states these values: precision" in make_headline(found)
-    assert "22 cells finished only in v2." in make_headline(found)
-    assert "0 kinds" not in make_headline(found)
+    assert "Only one of the two sets states these values: precision" in describe_comparison(found)
+    assert "22 cells finished only in v2." in describe_comparison(found)
+    assert "0 kinds" not in describe_comparison(found)
 
 
 @pytest.mark.slow
@@ -387,8 +393,8 @@ def test_planted_slowdowns_are_found_and_noise_is_not(repeats, slower, where, al
     chance = np.random.default_rng(7)
     found = 0
     for _ in range(20):
-        watched = regression.watch_regressions([two_sets(chance, repeats, slower, where)], allowed)
-        found += regression.has_failures(watched)
+        watched = regression.find_regressions([two_sets(chance, repeats, slower, where)], allowed)
+        found += regression.has_failing_outcome(watched)
     assert least <= found <= most
 
 
@@ -420,7 +426,7 @@ def test_compare_fails_where_a_strategy_is_slower(
 def test_no_two_comparisons_share_a_folder():
     names = [["a-b", "c"], ["a", "b-c"], ["c", "a-b"]]
     names += [[100 * "a", "b" * 100], [100 * "a", "c" * 100]]
-    folders = [make_folder_name(sets) for sets in names]
+    folders = [make_comparison_folder_name(sets) for sets in names]
     assert len(set(folders)) == len(folders)
     assert max(map(len, folders)) < 120
 
@@ -473,10 +479,10 @@ def test_a_set_called_as_a_page_is_refused(capsys):
 def test_one_repeat_cannot_tell(tmp_path):
     old = read_set(str(a_set(tmp_path, "one", repeats=1)), "one")
     new = read_set(str(a_set(tmp_path, "two", lambda _: 2.0, repeats=1)), "two")
-    watched = regression.watch_regressions([compare_result_sets(old, new)], 0.05)
+    watched = regression.find_regressions([compare_result_sets(old, new)], 0.05)
     assert [w.outcome for w in watched] == ["cannot tell"] * 2
     assert "noise is unknown" in watched[0].outcome_sentence
-    told = list(regression.describe_watch(watched, 0.05))
+    told = list(regression.describe_regressions(watched, 0.05))
     assert (
         told[0]
         == "Regressions (5.0% slower is allowed): the repeats do not show whether anything is slower; "
@@ -503,17 +509,17 @@ def test_a_strategy_without_a_record_in_one_set_looks_as_in_the_other(sets, tmp_
 
 def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys):
     new = read_set(str(a_set(tmp_path, "new", change=contradictory)), "new")
-    watched = regression.watch_regressions([compare_result_sets(sets["old"], new)], 0.05)
+    watched = regression.find_regressions([compare_result_sets(sets["old"], new)], 0.05)
     assert [w.outcome_sentence for w in watched if w.is_failure] == [
         "new: ddp, 4 cells rejected by the audit: vgg16 on 1 (main), vgg16 on 2 (main), "
         "resnet50 on 1 (main), resnet50 on 2 (main): no longer judged"
     ]
-    assert regression.has_failures(watched)
-    told = list(regression.describe_watch(watched, 0.05))
+    assert regression.has_failing_outcome(watched)
+    told = list(regression.describe_regressions(watched, 0.05))
     assert told[0].endswith("nothing slower, 4 cells no longer judged.")
     assert told[1] == f"  {watched[0].outcome_sentence}"
     fewer = read_set(str(a_set(tmp_path, "fewer", strategies=("ddp",), gpus=(1,))), "fewer")
-    watched = regression.watch_regressions([compare_result_sets(sets["old"], fewer)], 0.05)
+    watched = regression.find_regressions([compare_result_sets(sets["old"], fewer)], 0.05)
     assert [w.subject.partition(":")[0] for w in watched if w.is_failure] == [
         "ddp, 2 cells without a record",
         "fsdp, 4 cells without a record",
@@ -521,19 +527,19 @@ def test_what_is_no_longer_usable_or_gone_fails_the_watch(sets, tmp_path, capsys
     # A record that is no measurement is none that could have ended otherwise.
     software = {"change": lambda cell, record: record["provenance"].update(software_gpu=True)}
     none = read_set(str(a_set(tmp_path, "none", **software)), "none")
-    watched = regression.watch_regressions([compare_result_sets(sets["old"], none)], 0.05)
+    watched = regression.find_regressions([compare_result_sets(sets["old"], none)], 0.05)
     assert {w.outcome for w in watched if w.is_failure} == {"no longer judged"}
     # What the first set cannot be held against either was never judged.
     for first in (new, fewer):
-        assert not regression.has_failures(
-            regression.watch_regressions([compare_result_sets(first, sets["old"])], 0.5)
+        assert not regression.has_failing_outcome(
+            regression.find_regressions([compare_result_sets(first, sets["old"])], 0.5)
         )
 
 
 def test_other_work_is_named_and_fails_nothing(sets):
     """A learning rate was changed on purpose."""
-    watched = regression.watch_regressions([compare_result_sets(sets["old"], sets["fast"])], 0.0)
-    assert not regression.has_failures(watched)
+    watched = regression.find_regressions([compare_result_sets(sets["old"], sets["fast"])], 0.0)
+    assert not regression.has_failing_outcome(watched)
     assert [w.outcome_sentence for w in watched if w.outcome == "not judged"] == [
         f"fast: {s}, 2 cells other work: resnet50 on 1 (main), resnet50 on 2 (main): not judged"
         for s in ("ddp", "fsdp")
@@ -545,14 +551,14 @@ def test_a_cell_that_no_longer_finishes_fails_the_watch(sets, tmp_path):
     cells = fixture.expand(**CELLS)
     folder = fixture.write_study(tmp_path, cells, {("fsdp", "vgg16", 2): "oom"})
     found = compare_result_sets(sets["old"], read_set(str(folder), "new"))
-    watched = regression.watch_regressions([found], 1.0)
+    watched = regression.find_regressions([found], 1.0)
     assert [w.outcome_sentence for w in watched if w.is_failure] == [
         "new: fsdp on 2, vgg16 (main), OOM: no longer finishes"
     ]
-    assert regression.has_failures(watched)
+    assert regression.has_failing_outcome(watched)
     # The other way round nothing is lost.
     back = compare_result_sets(read_set(str(folder), "new"), sets["old"])
-    assert not regression.has_failures(regression.watch_regressions([back], 1.0))
+    assert not regression.has_failing_outcome(regression.find_regressions([back], 1.0))
 
 
 def test_a_cell_of_which_some_repeats_no_longer_finish_is_named(sets, tmp_path):
@@ -564,14 +570,14 @@ def test_a_cell_of_which_some_repeats_no_longer_finish_is_named(sets, tmp_path):
 
     folder = fixture.write_study(tmp_path, fixture.expand(**CELLS), change=change)
     new = read_set(str(folder), "new")
-    watched = regression.watch_regressions([compare_result_sets(sets["old"], new)], 1.0)
+    watched = regression.find_regressions([compare_result_sets(sets["old"], new)], 1.0)
     told = "new: fsdp on 2, vgg16 (main), OOM: finishes less often"
     assert [w.outcome_sentence for w in watched if w.outcome == "finishes less often"] == [told]
-    assert not regression.has_failures(watched)
-    first, *lines = regression.describe_watch(watched, 1.0)
+    assert not regression.has_failing_outcome(watched)
+    first, *lines = regression.describe_regressions(watched, 1.0)
     assert "1 finishing less often" in first
     assert f"  {told}" in lines
-    back = regression.watch_regressions([compare_result_sets(new, sets["old"])], 1.0)
+    back = regression.find_regressions([compare_result_sets(new, sets["old"])], 1.0)
     assert not any(w.outcome == "finishes less often" for w in back)
 
 
@@ -590,7 +596,9 @@ def test_a_repeat_without_a_record_neither_saves_a_cell_nor_loses_one(sets, tmp_
     cells = fixture.expand(**CELLS)
     folder = fixture.write_study(tmp_path, cells, {lost: "oom"}, change=change)
     found = compare_result_sets(sets["old"], read_set(str(folder), "new"))
-    assert [w.outcome_sentence for w in regression.watch_regressions([found], 1.0) if w.is_failure] == [
+    assert [
+        w.outcome_sentence for w in regression.find_regressions([found], 1.0) if w.is_failure
+    ] == [
         "new: fsdp on 2, vgg16 (main), OOM: no longer finishes",
         "new: ddp, 1 cell rejected by the audit: vgg16 on 2 (main): no longer judged",
     ]

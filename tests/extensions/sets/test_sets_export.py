@@ -18,7 +18,7 @@ from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME
 from stratbench.cell.options import build_field_rules
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.export import EXPORTS, REQUIREMENTS, export_set
-from stratbench.extensions.sets.export.runs import iter_runs
+from stratbench.extensions.sets.export.runs import iter_exported_runs
 from stratbench.extensions.sets.folders import MARK
 from stratbench.extensions.sets.keys import Sets
 from stratbench.extensions.sets.reading import read_set
@@ -122,16 +122,16 @@ def test_an_interrupted_export_leaves_nothing_that_looks_whole(study, tmp_path, 
 
 
 def test_a_run_has_its_settings_results_and_epochs(study):
-    runs = list(iter_runs(study))
+    runs = list(iter_exported_runs(study))
     assert len(runs) == len(study.records) == 12
     run = runs[0]
-    assert run.parameters["strategy"] == "ddp"
-    assert run.parameters["lr"] == 0.01
-    assert any(name.startswith("options.") for name in run.parameters)
-    assert run.metrics["train_time_s"] == study.cells["train_time_s"].iloc[0]
-    assert not run.metrics.keys() & {"gpus", "repeat", "epochs"}
+    assert run.parameters_by_name["strategy"] == "ddp"
+    assert run.parameters_by_name["lr"] == 0.01
+    assert any(name.startswith("options.") for name in run.parameters_by_name)
+    assert run.metrics_by_name["train_time_s"] == study.cells["train_time_s"].iloc[0]
+    assert not run.metrics_by_name.keys() & {"gpus", "repeat", "epochs"}
     assert [epoch.number for epoch in run.epochs] == list(range(1, fixture.EPOCHS + 1))
-    assert run.finished_s > run.started_s > 0
+    assert run.finished_unix_s > run.started_unix_s > 0
     assert {run.tags["status"] for run in runs} == {"ok", "oom", "diverged"}
 
 
@@ -173,15 +173,17 @@ def test_tensorboard_reads_epochs_results_and_settings(study, tmp_path):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     export_set(study, ["tensorboard"], tmp_path)
-    run = next(iter_runs(study))
+    run = next(iter_exported_runs(study))
     folder = tmp_path / "tensorboard"
     assert len(list(folder.rglob("events.*"))) == len(study.records)
     read = EventAccumulator(str(folder / run.cell.path)).Reload()
     losses = read.Scalars("epoch/train_loss")
     assert [event.step for event in losses] == [epoch.number for epoch in run.epochs]
-    assert losses[0].value == pytest.approx(run.epochs[0].metrics["train_loss"])
-    assert losses[1].wall_time == pytest.approx(run.started_s + run.epochs[1].end_s)
-    assert read.Scalars("cell/train_time_s")[0].value == pytest.approx(run.metrics["train_time_s"])
+    assert losses[0].value == pytest.approx(run.epochs[0].metrics_by_name["train_loss"])
+    assert losses[1].wall_time == pytest.approx(run.started_unix_s + run.epochs[1].end_train_time_s)
+    assert read.Scalars("cell/train_time_s")[0].value == pytest.approx(
+        run.metrics_by_name["train_time_s"]
+    )
     content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     settings = HParamsPluginData.FromString(content).session_start_info.hparams
     assert settings["strategy"].string_value == "ddp"
@@ -200,18 +202,18 @@ def test_mlflow_opens_the_store_without_a_server(study, tmp_path):
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("constructed/main")
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    ours = {run.cell.path: run for run in iter_runs(study)}
+    ours = {run.cell.path: run for run in iter_exported_runs(study)}
     assert runs.keys() == ours.keys()
     for path, run in ours.items():
         assert runs[path].data.tags["stratbench.status"] == run.tags["status"]
-        assert runs[path].info.status == ("FINISHED" if run.is_ok else "FAILED")
-        assert run.metrics.items() <= runs[path].data.metrics.items()
+        assert runs[path].info.status == ("FINISHED" if run.has_ok_status else "FAILED")
+        assert run.metrics_by_name.items() <= runs[path].data.metrics.items()
     path, run = next(iter(ours.items()))
     assert runs[path].data.params["lr"] == "0.01"
-    assert runs[path].info.start_time == int(1000 * run.started_s)
+    assert runs[path].info.start_time == int(1000 * run.started_unix_s)
     history = client.get_metric_history(runs[path].info.run_id, "epoch/train_loss")
     assert sorted((m.step, m.value) for m in history) == [
-        (epoch.number, epoch.metrics["train_loss"]) for epoch in run.epochs
+        (epoch.number, epoch.metrics_by_name["train_loss"]) for epoch in run.epochs
     ]
     nothing_of_this_machine(tmp_path / "mlflow")
 
@@ -247,7 +249,7 @@ def test_wandb_gets_offline_runs_that_say_nothing_of_this_machine(study, tmp_pat
             record = wandb_internal_pb2.Record.FromString(data)
             names.add(record.run.display_name)
             keys |= {item.key or ".".join(item.nested_key) for item in record.history.item}
-    assert {run.cell.path for run in iter_runs(study)} <= names
+    assert {run.cell.path for run in iter_exported_runs(study)} <= names
     assert {"epoch/train_loss", "epoch/score"} <= keys
     assert not (tmp_path / "wandb").is_symlink()
     nothing_of_this_machine(tmp_path / "wandb")

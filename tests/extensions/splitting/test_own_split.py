@@ -153,7 +153,7 @@ def cell(code: Path, texts: Path) -> Callable[..., Settings]:
             strategy, options=options, model="texts", dataset="text", gpus=gpus, epochs=1,
             global_batch=16, per_worker_batch=16 // replicas, lr=0.1, momentum=0.0, precision="fp64",
             own_model=spec | users_code.compute_code_fingerprint(CALL, [code]),
-            data_spec=prepared.read_meta(texts)["spec"],
+            data_spec=prepared.read_unverified_metadata(texts)["spec"],
         )  # fmt: skip
 
     return make
@@ -285,7 +285,7 @@ def test_what_would_learn_from_a_part_of_the_positions_is_refused(cell, trained,
     found = trained(cell("tensor", 2, stated, sequence_parallel=True))
     assert found["status"] == "unsupported"
     name = left_out.replace("*", "0")
-    assert f"would train {name}.weight, {name}.bias" in found["reason"]
+    assert f"would train the parameters {name}.weight, {name}.bias" in found["reason"]
     assert "give the modules with these parameters the value `norm`" in found["reason"]
 
 
@@ -308,6 +308,6 @@ def test_every_word_of_a_plan_is_a_way_to_divide():
 
     model = nn.ModuleDict({word: nn.Linear(2, 2) for word in tensor.WORDS})
     for sequence in (False, True):
-        made = tensor.make_styles(model, {word: word for word in tensor.WORDS}, sequence)
+        made = tensor.make_parallel_styles(model, {word: word for word in tensor.WORDS}, sequence)
         assert set(made) >= set(tensor.WORDS) - {"first", "norm"}
     assert set(made) == set(tensor.WORDS)

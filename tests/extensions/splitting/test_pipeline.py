@@ -25,7 +25,7 @@ from stratbench.extensions.plan.footprint.footprint import Footprint, make_footp
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.pieces import list_units
+from stratbench.extensions.splitting.pieces import divide_pieces_into_units
 from stratbench.extensions.splitting.pipeline import STAGES_PER_WORKER, Pipeline
 from stratbench.extensions.splitting.stages import MeasuredUnit, balance_stages
 from stratbench.strategies import get_mesh, get_option_defaults
@@ -86,8 +86,8 @@ class CountedTwice(Pipeline):
 class OwnEmbedding(Pipeline):
     """A mutant: each of two stages learns what they share by itself."""
 
-    def _find_shared_parameters(self, model):
-        shared = super()._find_shared_parameters(model)
+    def _find_parameters_of_several_stages(self, model):
+        shared = super()._find_parameters_of_several_stages(model)
         self._tied = {}
         return shared
 
@@ -95,26 +95,26 @@ class OwnEmbedding(Pipeline):
 class OwnReplicas(Pipeline):
     """A mutant: each pipeline goes its own way."""
 
-    def _average_gradient(self, parameter):
+    def _start_gradient_averaging(self, parameter):
         self._sent.add(parameter)
 
 
 class TooEarly(Pipeline):
     """A mutant: a gradient is averaged before its last micro-batch."""
 
-    def _note_last_backward(self, stage, last):
+    def _store_stage_in_last_backward(self, stage, last):
         self._ending = stage
 
-    def _average_gradient(self, parameter):
+    def _start_gradient_averaging(self, parameter):
         if parameter not in self._sent:
-            super()._average_gradient(parameter)
+            super()._start_gradient_averaging(parameter)
 
 
 class OneMicrobatch(Pipeline):
     """A mutant: the loss of a micro-batch counts as that of the whole batch."""
 
-    def _compute_loss(self, scores, y):
-        return super()._compute_loss(scores, y) * self.options.microbatches
+    def _compute_microbatch_loss(self, scores, y):
+        return super()._compute_microbatch_loss(scores, y) * self.options.microbatches
 
 
 def network(kind: str) -> torch.nn.Module:
@@ -139,7 +139,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     )  # fmt: skip
     s = replace(s, **changed)
     model = network(kind)
-    groups = models.list_wrap_groups(name, model)
+    groups = models.list_shard_groups(name, model)
     if s.activation_checkpointing:
         checkpoint_blocks(groups, s.activation_checkpointing)
     worker = Worker(
@@ -230,17 +230,17 @@ def held(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     strategy._counts_step = False
     strategy.step(x[:BATCH], y[:BATCH])  # buffers for what is received are there from now on
     trace = OperatorTrace(on_cpu=True)
-    trace.tag_storages("parameters", strategy.model.parameters())
-    trace.tag_storages(
+    trace.set_purpose_of_storages("parameters", strategy.model.parameters())
+    trace.set_purpose_of_storages(
         "optimizer", (t for state in strategy.optimizer.state.values() for t in state.values())
     )
     for part, tensors in strategy.list_persistent_tensors().items():
-        trace.tag_storages(part, tensors)
+        trace.set_purpose_of_storages(part, tensors)
     first = len(trace.events)
     with trace:
         strategy.step(x[:BATCH], y[:BATCH])
     peak = torch.zeros(world)
-    peak[rank] = max(trace.list_live_bytes(first, len(trace.events)))
+    peak[rank] = max(trace.list_live_bytes_after_events(first, len(trace.events)))
     states = torch.zeros(world)
     states[rank] = sum(strategy.model_states().values())
     dist.all_reduce(peak)
@@ -275,7 +275,7 @@ def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
     """Whether the network has so many stages."""
     kind = WAYS[way][1]
     most = models.MODELS[kind].max_stages if kind in models.MODELS else LAYERS + 2
-    return Pipeline(Pipeline.Options(**options)).count_stages(world) <= most
+    return Pipeline(Pipeline.Options(**options)).count_pipeline_stages(world) <= most
 
 
 def counted_once(measure: Callable[..., list[MeasuredUnit]]) -> Callable[..., list[MeasuredUnit]]:
@@ -297,7 +297,7 @@ def counted_once(measure: Callable[..., list[MeasuredUnit]]) -> Callable[..., li
 
 def work(world: int, rank: int) -> dict[str, Any]:
     with mock.patch.object(
-        Pipeline, "measure_model_units", counted_once(Pipeline.measure_model_units)
+        Pipeline, "measure_model_units", counted_once(Pipeline.measure_units_on_fake_tensors)
     ):
         return trained_in_all_ways(world, rank)
 
@@ -461,13 +461,13 @@ def cut(name: str):
     return (
         model,
         shape,
-        list_units(
-            model, declared.make_declared_pieces(name, model), models.list_wrap_groups(name, model)
+        divide_pieces_into_units(
+            model, declared.make_declared_pieces(name, model), models.list_shard_groups(name, model)
         ),
     )
 
 
-@pytest.mark.parametrize("name", [n for n in models.MODELS if declared.has_pieces(n)])
+@pytest.mark.parametrize("name", [n for n in models.MODELS if declared.has_pipeline_pieces(n)])
 def test_pieces_are_the_forward(name):
     if models.MODELS[name].parameters > 20_000_000:
         pytest.skip("its small relative has the same pieces")
@@ -477,21 +477,21 @@ def test_pieces_are_the_forward(name):
     for unit in units:
         for piece in unit:
             x = piece.call(model, x)
-            own.update(piece.iter_parameters(model))
+            own.update(piece.iter_used_parameters(model))
     assert torch.equal(x, whole)
     assert own == set(model.parameters())
 
 
-@pytest.mark.parametrize("name", [n for n in models.MODELS if declared.has_pieces(n)])
+@pytest.mark.parametrize("name", [n for n in models.MODELS if declared.has_pipeline_pieces(n)])
 def test_the_most_stages_are_the_units(name):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
     with FakeTensorMode():
         model = models.build_fake_model(name, VOCABULARY, shape)
-    units = list_units(
-        model, declared.make_declared_pieces(name, model), models.list_wrap_groups(name, model)
+    units = divide_pieces_into_units(
+        model, declared.make_declared_pieces(name, model), models.list_shard_groups(name, model)
     )
     assert len(units) == models.MODELS[name].max_stages
-    assert all(any(True for p in unit for _ in p.iter_parameters(model)) for unit in units)
+    assert all(any(True for p in unit for _ in p.iter_used_parameters(model)) for unit in units)
 
 
 def units(*flops: int) -> list[MeasuredUnit]:
@@ -602,7 +602,7 @@ def cell_settings(text: Path, workers: int, **options: Any) -> Settings:
     return settings(
         "pipeline", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
         global_batch=16, per_worker_batch=16 // replicas, lr=0.02,
-        data_spec=prepared.read_meta(text)["spec"],
+        data_spec=prepared.read_unverified_metadata(text)["spec"],
     )  # fmt: skip
 
 

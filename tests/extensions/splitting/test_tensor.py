@@ -88,9 +88,9 @@ class CountedTwice(TensorParallel):
 class OwnReplicas(TensorParallel):
     """A mutant: each replica goes its own way."""
 
-    def _register_averaging(self, model, mesh):
-        super()._register_averaging(model, mesh)
-        self._start_averaging = None
+    def _register_gradient_averaging(self, model, mesh):
+        super()._register_gradient_averaging(model, mesh)
+        self._start_gradient_averaging = None
         for p in model.parameters():
             p._post_accumulate_grad_hooks.clear()
 
@@ -138,7 +138,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     )  # fmt: skip
     s = replace(s, **changed)
     model = network(kind)
-    groups = models.list_wrap_groups(name, model)
+    groups = models.list_shard_groups(name, model)
     if s.activation_checkpointing:
         checkpoint_blocks(groups, s.activation_checkpointing)
     worker = Worker(
@@ -363,7 +363,7 @@ def prepared_cell(folder: Path, workers: int, positions: int = 16, **options: An
     return settings(
         "tensor", options=options, model="gpt-compact", dataset="text", gpus=workers, epochs=1,
         global_batch=16, per_worker_batch=16 // replicas, lr=0.02,
-        data_spec=prepared.read_meta(folder)["spec"],
+        data_spec=prepared.read_unverified_metadata(folder)["spec"],
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import yaml
 from synthetic_files import Files
 from synthetic_paired import World
 
-from stratbench.extensions.plan.needs import make_subject
+from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.extensions.tune import sieves, space, subcommand
 from stratbench.extensions.tune.__main__ import main
 from stratbench.extensions.tune.differences import KINDS, Margin
@@ -23,12 +23,12 @@ from stratbench.extensions.tune.sieves import (
     TOO_LARGE,
     TOO_SLOW,
     UNSUPPORTED,
-    Sieved,
-    _filter_by_plan,
+    FilterResult,
+    _filter_combination_by_plan,
     drop_slow_combinations,
     filter_combinations,
 )
-from stratbench.extensions.tune.space import Combination, list_combinations, list_strategies
+from stratbench.extensions.tune.space import Combination, list_combinations, list_strategies_to_try
 from stratbench.extensions.verdict.blocks import hash_trained_settings
 from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class
 from stratbench.study.config.config import load_config
@@ -61,11 +61,13 @@ def values_of(config: dict) -> dict:
 
 
 def test_all_strategies_that_train_as_ddp_does_are_looked_at():
-    found = list_strategies(4, TUNE)
+    found = list_strategies_to_try(4, TUNE)
     assert {"ddp", "fsdp", "zero1", "tensor", "pipeline"} <= set(found)
     assert not {"single", "command", "local-sgd", "ps-async"} & set(found)
-    assert list_strategies(4, TUNE | {"exclude": ["tensor"]}) == [n for n in found if n != "tensor"]
-    assert list_strategies(4, TUNE | {"include": ["ps-async"]}) == ["ps-async"]
+    assert list_strategies_to_try(4, TUNE | {"exclude": ["tensor"]}) == [
+        n for n in found if n != "tensor"
+    ]
+    assert list_strategies_to_try(4, TUNE | {"include": ["ps-async"]}) == ["ps-async"]
 
 
 def test_combinations_follow_from_what_options_and_settings_say():
@@ -92,15 +94,15 @@ def test_combinations_follow_from_what_options_and_settings_say():
 
 @pytest.mark.parametrize("strategy", REGISTRY)
 def test_what_is_tried_of_an_option_is_another_value_that_it_takes(strategy):
-    for options in list(space._iter_options(strategy, 16))[1:]:
+    for options in list(space._iter_options_to_try(strategy, 16))[1:]:
         ((key, value),) = options.items()
         assert get_option_defaults(strategy)[key] != value
         get_strategy_class(strategy).Options(**options)
 
 
 def test_only_what_is_planned_far_slower_than_the_fastest_is_dropped():
-    def each(name: str, time_s: float | None, fate: str = MEASURED) -> Sieved:
-        return Sieved(Combination(name), fate, "", time_s)
+    def each(name: str, time_s: float | None, fate: str = MEASURED) -> FilterResult:
+        return FilterResult(Combination(name), fate, "", time_s)
 
     given = [
         each("ddp", 20.0),
@@ -129,8 +131,8 @@ CHECKPOINTED = {"activation_checkpointing": True}
 
 
 def test_what_is_dropped_by_time_follows_from_what_it_differs_in():
-    def each(c: Combination, time_s: float, **amounts: float) -> Sieved:
-        return Sieved(c, MEASURED, "", time_s, None, PLAIN | amounts)
+    def each(c: Combination, time_s: float, **amounts: float) -> FilterResult:
+        return FilterResult(c, MEASURED, "", time_s, None, PLAIN | amounts)
 
     bucket = {"bucket_cap_mb": 100}
     given = [
@@ -199,7 +201,9 @@ def test_a_cell_says_what_it_has_of_each_kind(strategy, options, settings, amoun
     )
     (cell,) = study.cells
     plain = dict.fromkeys(KINDS, 0) | {"micro-batch": 4, "tensor": 1, "pipeline": 1}
-    assert sieves.measure_difference_amounts(make_subject(whole, study, cell)) == plain | amounts
+    assert (
+        sieves.compute_difference_amounts(make_cell_to_plan(whole, study, cell)) == plain | amounts
+    )
 
 
 @pytest.mark.slow
@@ -246,7 +250,9 @@ def test_half_again_a_workers_memory_is_tried(needed_bytes, fate):
     )
     on_cpus = SimpleNamespace(request=SimpleNamespace(is_on_cuda=False))
     planned = SimpleNamespace(state="to do", fit=fit, subject=on_cpus)
-    assert _filter_by_plan(Combination("ddp"), planned, memory_margin=0.25).outcome == fate
+    assert (
+        _filter_combination_by_plan(Combination("ddp"), planned, memory_margin=0.25).outcome == fate
+    )
 
 
 def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_path):
@@ -258,8 +264,8 @@ def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_
 
     def fates(of_first: str) -> dict[str, str]:
         given = [
-            Sieved(Combination("ddp"), of_first, "", 1.0, None, PLAIN),
-            Sieved(
+            FilterResult(Combination("ddp"), of_first, "", 1.0, None, PLAIN),
+            FilterResult(
                 Combination("ddp", {}, CHECKPOINTED),
                 MEASURED,
                 "",
@@ -281,9 +287,9 @@ def test_a_budget_puts_off_the_planned_slowest_and_a_larger_one_measures_them():
         # 7.5 segments of each: half an hour
         costs = {"segment_gpu_s": 240.0, "training_gpu_s": 3600.0}
         given = [
-            Sieved(Combination(name), MEASURED, "", time_s, **costs)
+            FilterResult(Combination(name), MEASURED, "", time_s, **costs)
             for name, time_s in (("ddp", 9.0), ("zero1", 3.0), ("fsdp", 2.0), ("tensor", 4.0))
-        ] + [Sieved(Combination("pipeline"), MEASURED)]
+        ] + [FilterResult(Combination("pipeline"), MEASURED)]
         by_name = {s.combination.name: s for s in given}
         sieves.postpone_combinations_beyond_budget(by_name, "ddp", budget_gpu_hours)
         later = [s for s in by_name.values() if s.outcome == LATER]

@@ -19,10 +19,10 @@ from stratbench.extensions.tune.answer import (
     TuneAnswer,
     describe_answer,
     estimate_choice_effects,
-    read_answer,
+    read_tune_answer,
 )
 from stratbench.extensions.tune.page import render_answer_page
-from stratbench.extensions.tune.sieves import MEASURED, TOO_SLOW, UNSUPPORTED, Sieved
+from stratbench.extensions.tune.sieves import MEASURED, TOO_SLOW, UNSUPPORTED, FilterResult
 from stratbench.extensions.tune.space import Combination
 
 GIB = 1 << 30
@@ -108,18 +108,18 @@ def paired(tmp_path) -> Files:
 
 
 SIEVED = [
-    Sieved(Combination("ddp"), MEASURED, "fits", 1.0, GIB, device_memory_bytes=8.0 * GIB),
-    Sieved(Combination("fsdp"), MEASURED, "fits", 1.0, GIB),
-    Sieved(Combination("zero1"), MEASURED),
-    Sieved(Combination("tensor"), UNSUPPORTED, "it has no plan"),
-    Sieved(
+    FilterResult(Combination("ddp"), MEASURED, "fits", 1.0, GIB, device_memory_bytes=8.0 * GIB),
+    FilterResult(Combination("fsdp"), MEASURED, "fits", 1.0, GIB),
+    FilterResult(Combination("zero1"), MEASURED),
+    FilterResult(Combination("tensor"), UNSUPPORTED, "it has no plan"),
+    FilterResult(
         Combination("pipeline"), TOO_SLOW, "planned 3.00 times as long as ddp (kept up to 1.20)"
     ),
 ]
 
 
 def test_the_answer_is_one_screen(paired):
-    answer = read_answer(paired.root.parent, "demo", SIEVED, "ddp")
+    answer = read_tune_answer(paired.root.parent, "demo", SIEVED, "ddp")
     lines = list(describe_answer(answer))
     assert lines[0].startswith("fsdp is the fastest of 3 ")
     told = "\n".join(lines)
@@ -132,12 +132,12 @@ def test_the_answer_is_one_screen(paired):
 
 
 def test_without_a_verdict_there_is_no_answer(tmp_path):
-    assert read_answer(tmp_path, "demo", SIEVED, "ddp") is None
+    assert read_tune_answer(tmp_path, "demo", SIEVED, "ddp") is None
 
 
 def test_the_page_says_what_was_measured_and_what_was_not_looked_at(paired):
     html = render_answer_page(
-        read_answer(paired.root.parent, "demo", SIEVED, "ddp"), SIEVED, "vgg-compact"
+        read_tune_answer(paired.root.parent, "demo", SIEVED, "ddp"), SIEVED, "vgg-compact"
     )
     chart = b64decode(re.search(r"base64,([^\"]+)", html)[1]).decode()
     assert ">ddp<" in chart
@@ -151,7 +151,7 @@ def test_the_page_says_what_was_measured_and_what_was_not_looked_at(paired):
         assert text in html, text
 
 
-def rich_answer() -> tuple[TuneAnswer, list[Sieved]]:
+def rich_answer() -> tuple[TuneAnswer, list[FilterResult]]:
     """An answer with the measured combinations from above."""
     ratios = [
         {

@@ -10,10 +10,10 @@ from stratbench.extensions.tune import differences
 from stratbench.extensions.tune.differences import (
     KINDS,
     Margin,
-    combine_margins,
+    compute_margin_between,
     compute_upper_prediction_bound,
-    find_beaten_configurations,
-    fit_margins,
+    find_configurations_to_drop,
+    fit_margins_to_sweeps,
 )
 from stratbench.strategies import REGISTRY, get_strategy_class
 
@@ -34,30 +34,30 @@ def sweeps_of(wrong: dict[str, float]) -> list[dict]:
 
 
 def test_a_margin_is_the_largest_ratio_by_which_the_plan_was_wrong():
-    margins = fit_margins(sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7}))
+    margins = fit_margins_to_sweeps(sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7}))
     assert margins == {("compile", True): Margin(1.9, 3, 3)}
     # A few sweeps do not show rarer errors.
-    nearly_right = fit_margins(sweeps_of({"a": 1.01, "b": 1.02, "c": 1.03}))
+    nearly_right = fit_margins_to_sweeps(sweeps_of({"a": 1.01, "b": 1.02, "c": 1.03}))
     assert nearly_right["compile", True].ratio == differences.MIN_MARGIN
     # Pairs that are alike, or that the plan orders well, say that it was not wrong.
     alike = [row("d", 1.0, 1.0), row("d", 0.99, 3.0, compile=1)]
     right = [row("e", 1.0, 1.0), row("e", 2.0, 5.0, compile=1)]
-    more = fit_margins(sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7}) + alike + right)
+    more = fit_margins_to_sweeps(sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7}) + alike + right)
     assert more["compile", True] == Margin(1.9, 5, 5)
 
 
 def test_too_little_evidence_is_none():
-    assert not fit_margins(sweeps_of({"a": 1.6, "b": 1.9}))
+    assert not fit_margins_to_sweeps(sweeps_of({"a": 1.6, "b": 1.9}))
     one_source = [r | {"source": "s"} for r in sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7})]
-    assert not fit_margins(one_source)
+    assert not fit_margins_to_sweeps(one_source)
     out_of_memory = sweeps_of({"a": 1.6, "b": 1.9, "c": 1.7})
-    assert not fit_margins(r | {"measured": ""} for r in out_of_memory)
+    assert not fit_margins_to_sweeps(r | {"measured": ""} for r in out_of_memory)
 
 
 def test_pairs_that_differ_in_two_kinds_say_nothing_of_either():
     rows = [row(name, 1.0, 1.0) for name in "abc"]
     rows += [row(name, 0.8, 1.5, compile=1, micro_batch=2) for name in "abc"]
-    assert not fit_margins(rows)
+    assert not fit_margins_to_sweeps(rows)
 
 
 def test_one_of_twenty_sweeps_may_be_beyond_a_margin():
@@ -75,12 +75,14 @@ MARGINS = {
 
 def test_margins_of_several_kinds_are_multiplied_and_none_is_unknown():
     compiled = PLAIN | {"compile": 1.0}
-    assert combine_margins(compiled, PLAIN, MARGINS) == 1.2
+    assert compute_margin_between(compiled, PLAIN, MARGINS) == 1.2
     both = PLAIN | {"compile": 1.0, "micro-batch": 0.5}
-    assert combine_margins(both, PLAIN, MARGINS) == pytest.approx(1.32)
-    assert combine_margins(PLAIN, compiled, MARGINS) is None  # less of it: no evidence
-    assert combine_margins(both | {"offload": 1.0}, PLAIN, MARGINS) is None
-    assert combine_margins(PLAIN, PLAIN, MARGINS) is None  # they differ in no kind that is known
+    assert compute_margin_between(both, PLAIN, MARGINS) == pytest.approx(1.32)
+    assert compute_margin_between(PLAIN, compiled, MARGINS) is None  # less of it: no evidence
+    assert compute_margin_between(both | {"offload": 1.0}, PLAIN, MARGINS) is None
+    assert (
+        compute_margin_between(PLAIN, PLAIN, MARGINS) is None
+    )  # they differ in no kind that is known
 
 
 def test_what_no_evidence_compares_is_kept_however_slow_it_is():
@@ -89,12 +91,12 @@ def test_what_no_evidence_compares_is_kept_however_slow_it_is():
         "compiled": PLAIN | {"compile": 1.0},
         "offload": PLAIN | {"offload": 1.0},
     }
-    found = find_beaten_configurations(
+    found = find_configurations_to_drop(
         {"plain": 1.0, "compiled": 1.21, "offload": 50.0}, amounts, MARGINS
     )
     assert set(found) == {"compiled"}
     assert found["compiled"] == ("plain", 1.21, 1.2)
-    assert not find_beaten_configurations({"plain": 1.0, "compiled": 1.19}, amounts, MARGINS)
+    assert not find_configurations_to_drop({"plain": 1.0, "compiled": 1.19}, amounts, MARGINS)
 
 
 def test_every_row_of_the_table_names_its_source_and_licence():

@@ -47,7 +47,7 @@ class World:
                 strategies=strategies,
                 uses_servers=tuple(a.startswith("ps") for a in strategies),
                 equals_ddp=equal,
-                arithmetic_keys=("e", "m"),
+                arithmetic_key=("e", "m"),
                 full_steps=self.full_steps,
             )
             for place in self.places
@@ -90,7 +90,7 @@ class World:
         time_s = self.full_steps * self.step_s(cell.strategy, cell.gpus) * self.sustained
         score = 98.0 if cell.strategy in self.equal else self.scores[cell.strategy]
         return FullRun(
-            status="ok", reason=None, score=score + rng.normal(0, 0.05), better_direction="higher",
+            status="ok", reason=None, score=score + rng.normal(0, 0.05), better_score_direction="higher",
             tolerance=1.0, score_name="accuracy", gpu_seconds=cell.gpus * (time_s + 10),
             train_time_s=time_s, steps=self.full_steps,
         )  # fmt: skip
@@ -119,7 +119,7 @@ class World:
         rounds = []
         for _ in range(30):
             rounds.append(find_next_round(evidence))
-            if rounds[-1].is_last:
+            if rounds[-1].is_verdict_done:
                 return evidence, rounds
             evidence = self.follow(evidence, rounds[-1])
         raise AssertionError("the verdict does not end")

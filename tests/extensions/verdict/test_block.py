@@ -245,7 +245,9 @@ def test_segments_are_in_no_table_of_training_times(finished, tmp_path):
     """Not even where a cell has their coordinates."""
     study = finished.out.parents[4]
     assert len(list(study.rglob("record.json"))) == 6
-    (tmp_path / "cells.json").write_text(json.dumps([finished.plan.make_segment_cell("ddp").as_dict()]))
+    (tmp_path / "cells.json").write_text(
+        json.dumps([finished.plan.make_segment_cell("ddp").as_dict()])
+    )
     out = tmp_path / "cells.csv"
     arguments = [
         "--expected", tmp_path / "cells.json", "--records-root", study / "cells", "--out", out,

@@ -73,7 +73,9 @@ def test_a_round_makes_its_blocks_and_whole_trainings(tmp_path):
     plan = found.get_block_plan(wildcards(3))
     assert (plan.order, plan.seed, plan.steps) == (("ddp", "ps-async"), 5, 60)
     assert list(found.get_cell_settings(plan)) == ["ddp", "ps-async"]
-    with pytest.raises(ConfigError, match="e/vgg-compact/2gpu/block2 is no block of this round"):
+    with pytest.raises(
+        ConfigError, match="e/vgg-compact/2gpu/block2 is not in the verdict's present round"
+    ):
         found.get_block_plan(wildcards(2))
 
 

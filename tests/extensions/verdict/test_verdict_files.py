@@ -13,7 +13,7 @@ from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit import audit
-from stratbench.extensions.verdict.full_runs import read_blocks
+from stratbench.extensions.verdict.full_runs import read_complete_blocks
 from stratbench.extensions.verdict.paired.evidence import iter_comparisons
 
 RULE = {rule.id: rule for rule in audit.RULES}["full-run-against-steps"]
@@ -82,7 +82,7 @@ def test_a_block_that_lacks_what_is_read_of_it_is_named_with_a_remedy(tmp_path, 
     (note,) = verdict(files)["notes"]
     assert f"not used: {path} has invalid values: segments[1]" in note
     assert "delete it, and the block is measured again" in note
-    assert read_blocks(files.root) == []
+    assert read_complete_blocks(files.root) == []
 
 
 def test_blocks_of_cpu_processes_say_so_whatever_the_config_leaves_open(tmp_path):

@@ -14,13 +14,13 @@ from synthetic_files import Files
 from stratbench.analysis.decision import decide
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import read_audit
-from stratbench.analysis.records.reading import list_readings
+from stratbench.analysis.records.findings import read_audit_findings
+from stratbench.analysis.records.reading import map_readings_by_extension
 from stratbench.analysis.report import report
 from stratbench.analysis.tables import tables
 from stratbench.extensions.audit import audit
 from stratbench.extensions.paper import against
-from stratbench.extensions.verdict.blocks import add_digest
+from stratbench.extensions.verdict.blocks import add_verdict_digest
 from stratbench.extensions.verdict.paired_results import (
     BlocksEvidence,
     collect_paired_results,
@@ -90,7 +90,7 @@ def test_without_a_verdict_a_decision_goes_by_records_alone(told, tmp_path):
 def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence):
     """Three blocks on hosts of their own would do for high; the verdict knows what speaks against them."""
     cells = read_cells(told.root / "cells.csv")
-    findings = read_audit(told.root / "audit.csv")
+    findings = read_audit_findings(told.root / "audit.csv")
     paired = collect_paired_results(read_verdict(make_verdict(told)))
     for group, found in paired.items():
         claim = found.claim and confidence and (found.claim[0], confidence)
@@ -106,7 +106,7 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     """The user's GPUs are too small for the leader: the verdict does not decide against the others."""
     cells = read_cells(told.root / "cells.csv")
     paired = collect_paired_results(read_verdict(make_verdict(told)))
-    findings = read_audit(told.root / "audit.csv")
+    findings = read_audit_findings(told.root / "audit.csv")
     finding = dict.fromkeys(findings.columns) | {
         "rule": "contradictory-time", "severity": "unusable", "affects": "all", "strategy": "ps-dana",
         "figures": "f", "explanation": "e",
@@ -122,7 +122,7 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
     """As after half a verdict, or where a strategy is alone on so many workers: no block is a repeat."""
     cells, findings = (
         read_cells(told.root / "cells.csv"),
-        read_audit(told.root / "audit.csv"),
+        read_audit_findings(told.root / "audit.csv"),
     )
     timed = set(cells.loc[cells["status"] == "ok", "gpus"])
     assert timed
@@ -146,12 +146,14 @@ def written_report(told, verdict: str, folder: Path) -> str:
     """The report's HTML, as of this verdict.json."""
     evidence = [f"verdict={verdict}"] if verdict else []
     audited = told.root / "audit.csv"
-    given = replace(report.read_input(told.root, told.root, audited, evidence), folder=folder)
+    given = replace(
+        report.read_report_input(told.root, told.root, audited, evidence), folder=folder
+    )
     compared = ("against_cells.csv", "against_claims.csv", "paper_tables")
     for name in ("summary.csv", "tables", "plots", *compared):
         (folder / name).symlink_to(told.root / name)
     [page, *_] = report.write_pages(
-        given, list(list_readings().values()), partial=True, description=""
+        given, list(map_readings_by_extension().values()), partial=True, description=""
     )
     return page.read_text().replace("\u00a0", " ")
 
@@ -178,7 +180,7 @@ def test_names_in_a_verdict_reach_the_page_escaped(told, tmp_path):
     verdict = json.loads(Path(make_verdict(told)).read_text())
     verdict = json.loads(json.dumps(verdict).replace("fsdp", "<img src=x>"))
     path = tmp_path / "verdict.json"
-    path.write_text(json.dumps(add_digest(verdict)))
+    path.write_text(json.dumps(add_verdict_digest(verdict)))
     html = written_report(told, str(path), tmp_path)
     assert "<img src=x>" not in html
     assert "&lt;img src=x&gt;" in html

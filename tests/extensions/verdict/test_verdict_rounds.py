@@ -15,8 +15,8 @@ from synthetic_paired import World
 
 from stratbench.extensions.verdict.block_rules import (
     choose_segment_steps,
-    compute_block_value,
-    compute_disagreement_limit,
+    compute_block_log_step_time,
+    compute_segment_disagreement_limit,
     count_discarded_steps,
     estimate_block_and_full_cell_costs,
 )
@@ -24,10 +24,10 @@ from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Seg
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
 from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
-from stratbench.extensions.verdict.paired.next_round import determine_next_round, find_next_round
-from stratbench.extensions.verdict.paired.noise import estimate_noise
-from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.verdict import make_verdict
+from stratbench.extensions.verdict.paired.next_round import plan_next_round, find_next_round
+from stratbench.extensions.verdict.paired.noise import estimate_block_noise
+from stratbench.extensions.verdict.paired.rounds import RoundReplay
+from stratbench.extensions.verdict.paired.verdict import make_verdict_content
 
 ONE = ComparisonKey("e", "m", 1)
 FIVE = World(
@@ -38,8 +38,8 @@ FIVE = World(
 
 
 def told(evidence) -> dict:
-    course = Course(evidence)
-    return make_verdict(course, determine_next_round(course), [])
+    course = RoundReplay(evidence)
+    return make_verdict_content(course, plan_next_round(course), [])
 
 
 def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why():
@@ -95,7 +95,7 @@ def test_a_study_killed_again_and_again_comes_to_the_same_verdict(seed):
         for entry in found.blocks:
             where = (entry["experiment"], entry["gpus"], entry["block"])
             assert asked.setdefault(where, entry["strategies"]) == entry["strategies"]
-        if found.is_last:
+        if found.is_verdict_done:
             break
         evidence = FIVE.follow(evidence, found, keep=lambda _: rng.random() < 0.5)
     assert told(evidence) == told(whole)
@@ -117,7 +117,7 @@ def test_a_round_is_judged_by_its_own_evidence_alone():
 def test_the_second_pass_is_not_the_first_blocks_order_again():
     evidence = FIVE.evidence()
     orders = [
-        tuple(evidence.order_strategies(evidence.comparisons[0], n, FIVE.steps_s))
+        tuple(evidence.order_strategies_of_block(evidence.comparisons[0], n, FIVE.steps_s))
         for n in range(1, 9)
     ]
     assert len(set(orders)) > 5
@@ -350,13 +350,13 @@ def test_third_segments_are_asked_for_by_the_study_so_far():
     assert later["steps"] == 60
     assert later["discard"] == count_discarded_steps(60) == 15
     assert later["disagreement"] == pytest.approx(0.03, abs=0.02)
-    assert compute_disagreement_limit([]) == 0.03
-    assert compute_disagreement_limit([0.01, 0.02, 0.03]) == pytest.approx(5.9 * 0.02)
+    assert compute_segment_disagreement_limit([]) == 0.03
+    assert compute_segment_disagreement_limit([0.01, 0.02, 0.03]) == pytest.approx(5.9 * 0.02)
 
 
 def test_the_value_of_a_block_is_the_mean_of_two_or_the_median_of_three():
-    assert compute_block_value([1.0, 3.0]) == 2.0
-    assert compute_block_value([1.0, 3.0, 1.2]) == 1.2
+    assert compute_block_log_step_time([1.0, 3.0]) == 2.0
+    assert compute_block_log_step_time([1.0, 3.0, 1.2]) == 1.2
 
 
 @pytest.mark.parametrize(("step_s", "steps"), [(0.03, 120), (0.125, 59), (0.43, 50), (0.001, 300)])
@@ -397,17 +397,17 @@ def made_blocks(rng, n, strategies, sd):
 def test_noise_is_told_apart_by_its_components():
     sd = {"allocation": 0.05, "strategy_in_allocation": 0.01, "segment": 0.008, "drift": 0.02}
     strategies = [f"a{i}" for i in range(8)]
-    found = estimate_noise(made_blocks(np.random.default_rng(0), 60, strategies, sd))
+    found = estimate_block_noise(made_blocks(np.random.default_rng(0), 60, strategies, sd))
     for name, true in sd.items():
-        assert getattr(found, name) == pytest.approx(true, rel=0.25), name
-    assert found.ratio == pytest.approx(math.sqrt(2 * (0.01**2 + 0.008**2 / 2)), rel=0.1)
+        assert getattr(found, f"{name}_sd") == pytest.approx(true, rel=0.25), name
+    assert found.log_ratio_sd == pytest.approx(math.sqrt(2 * (0.01**2 + 0.008**2 / 2)), rel=0.1)
     assert found.count_blocks_for_margin(0.03, 7) in (3, 4, 5)
-    assert replace(found, ratio=0.26).count_blocks_for_margin(0.03, 7) is None
+    assert replace(found, log_ratio_sd=0.26).count_blocks_for_margin(0.03, 7) is None
 
 
 def test_one_block_cannot_tell_noise_between_blocks():
     sd = {"allocation": 0.05, "strategy_in_allocation": 0.0, "segment": 0.008, "drift": 0.0}
-    found = estimate_noise(made_blocks(np.random.default_rng(0), 1, ["a", "b", "c"], sd))
-    assert found.ratio is None
-    assert found.allocation is None
-    assert found.segment is not None
+    found = estimate_block_noise(made_blocks(np.random.default_rng(0), 1, ["a", "b", "c"], sd))
+    assert found.log_ratio_sd is None
+    assert found.allocation_sd is None
+    assert found.segment_sd is not None

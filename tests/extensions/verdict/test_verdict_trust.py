@@ -16,9 +16,9 @@ import verdict_limits as limits
 from stratbench.extensions.verdict.blocks import ComparisonKey, read_block
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
-from stratbench.extensions.verdict.paired.next_round import determine_next_round, find_next_round
-from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.verdict import make_verdict
+from stratbench.extensions.verdict.paired.next_round import plan_next_round, find_next_round
+from stratbench.extensions.verdict.paired.rounds import RoundReplay
+from stratbench.extensions.verdict.paired.verdict import make_verdict_content
 from stratbench.extensions.verdict.paired_results import collect_paired_results, read_verdict
 
 ONE = ComparisonKey("e", "m", 1)
@@ -29,8 +29,8 @@ LEADS = World(
 
 
 def told(evidence) -> dict:
-    course = Course(evidence)
-    return make_verdict(course, determine_next_round(course), [])
+    course = RoundReplay(evidence)
+    return make_verdict_content(course, plan_next_round(course), [])
 
 
 def comparison_of(world: World) -> dict:
@@ -137,7 +137,7 @@ def test_nodes_that_suit_one_strategy_do_no_harm(nodes, truth, k):
 def test_control_blocks_of_four_nodes_taken_for_ten_err_too_often(monkeypatch):
     none = np.zeros((1000, 1), dtype=bool)
     monkeypatch.setattr(
-        judging, "group_by_node_set", lambda logs, _: (logs, none.astype(int), none)
+        judging, "average_by_node_set", lambda logs, _: (logs, none.astype(int), none)
     )
     how = limits.Blocks(0.005, 4, 0.02)
     monkeypatch.setattr(judging, "MIN_SETS", 0)
@@ -248,7 +248,7 @@ def test_milliseconds_for_seconds_are_a_doubt_and_no_drop():
             return replace(block, segments=segments)
 
     world = Mistaken(**vars(LEADS))
-    cell = world.evidence().make_cell(world.evidence().comparisons[0], "ps-x")
+    cell = world.evidence().make_full_run_cell(world.evidence().comparisons[0], "ps-x")
     evidence, _ = world.to_the_end(world.evidence(full_runs={cell: world.full_run(cell)}))
     (comparison,) = told(evidence)["comparisons"]
     state = {r["strategy"]: r["state"] for r in comparison["ratios"]}["ps-x"]
@@ -300,11 +300,11 @@ def test_a_verdict_that_was_changed_is_not_used(raced, capsys):
 
 
 def test_a_verdict_that_says_something_else_than_its_blocks_is_not_used(raced, capsys):
-    from stratbench.extensions.verdict.blocks import add_digest
+    from stratbench.extensions.verdict.blocks import add_verdict_digest
 
     path = raced.root / "verdict" / "verdict.json"
     written = path.read_text()
-    path.write_text(json.dumps(add_digest(halved(json.loads(written)))))
+    path.write_text(json.dumps(add_verdict_digest(halved(json.loads(written)))))
     assert read_verdict(str(path)) is None
     assert "block1/block.json has another step time of ps-dana" in capsys.readouterr().err
     path.write_text(written)
@@ -315,13 +315,15 @@ def test_a_verdict_that_says_something_else_than_its_blocks_is_not_used(raced, c
 
 def test_the_first_round_says_that_no_cost_is_known_and_how_many_rounds_may_follow():
     found = find_next_round(LEADS.evidence())
-    assert found.outlook_sentence.startswith(
+    assert found.cost_and_rounds_sentence.startswith(
         "The cost is unknown before the first block; at most 7 rounds of"
     )
     later = find_next_round(LEADS.follow(LEADS.evidence(), found))
-    assert later.outlook_sentence.startswith("This round takes about ")
+    assert later.cost_and_rounds_sentence.startswith("This round takes about ")
     text = "\n".join(iter_verdict_lines(told(LEADS.evidence())))
     assert (
         "its cost is unknown before the first block; at most 7 rounds of blocks may follow" in text
     )
-    assert "Nothing more is to run" in find_next_round(LEADS.to_the_end()[0]).outlook_sentence
+    assert (
+        "Nothing more is to run" in find_next_round(LEADS.to_the_end()[0]).cost_and_rounds_sentence
+    )

@@ -21,7 +21,7 @@ _MAX_WHOLE = 1 << 63
 _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
 
-def write_atomic(path: str | Path, text: str) -> None:
+def write_text_atomically(path: str | Path, text: str) -> None:
     """Write a text to a file atomically, so that no reader sees an incomplete file."""
     with (
         replace_file_atomically(path) as temporary,
@@ -53,13 +53,15 @@ def replace_file_atomically(path: str | Path) -> Iterator[Path]:
         raise
 
 
-def read_rows(path: str | Path) -> list[dict[str, str]]:
+def read_csv_rows(path: str | Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file, each as texts by column."""
     with open(path, newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
-def write_rows(path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def write_csv_rows(
+    path: str | Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]
+) -> None:
     """Write the rows of a CSV file with the columns `columns`, atomically.
 
     Args:
@@ -109,7 +111,7 @@ def read_last_lines(path: str | Path) -> list[str]:
         return f.read().decode(errors="replace").splitlines()
 
 
-def finite_or_none(value: float | None) -> float | None:
+def replace_non_finite_by_none(value: float | None) -> float | None:
     """Return the value, or None for NaN and infinities, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
@@ -144,7 +146,7 @@ def parse_json(text: str) -> Any:
         value = json.loads(
             text,
             parse_constant=reject_non_finite_constant,
-            parse_int=parse_integer,
+            parse_int=parse_64_bit_integer,
             object_pairs_hook=reject_repeated_keys,
         )
         check_displayable_values([value])
@@ -158,7 +160,7 @@ def reject_non_finite_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not a number that JSON allows")
 
 
-def parse_integer(digits: str) -> int:
+def parse_64_bit_integer(digits: str) -> int:
     """Return the integer in a text of digits. Raise ValueError if there are too many digits."""
     # For so many digits Python's own error advises to raise a limit of Python, which would not help.
     if len(digits) > _MAX_DIGITS:

@@ -58,7 +58,7 @@ def lock_file(descriptor: FileDescriptor, lock_type: int, path: Path) -> None:
         ) from e
 
 
-def try_lock(path: Path) -> FileDescriptor | None:
+def try_to_lock_file(path: Path) -> FileDescriptor | None:
     """Lock a file, and return its descriptor. The lock lasts until the descriptor is closed.
 
     The file is created if it does not exist. Links are never followed and content is never changed.
@@ -147,7 +147,7 @@ def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, 
     while True:
         folder = Path(tempfile.mkdtemp(suffix, prefix, parent))
         try:
-            if (descriptor := try_lock(folder / _LOCK_FILE_NAME)) is not None:
+            if (descriptor := try_to_lock_file(folder / _LOCK_FILE_NAME)) is not None:
                 return folder, descriptor
         except FileNotFoundError:
             continue  # another process has removed the new folder as if it were abandoned
@@ -158,7 +158,7 @@ def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, 
 
 def remove_abandoned_folder(folder: Path, prefix: str, suffix: str) -> None:
     """Remove a folder that a killed process has left, unless it is locked."""
-    descriptor = try_lock(folder / _LOCK_FILE_NAME)
+    descriptor = try_to_lock_file(folder / _LOCK_FILE_NAME)
     if descriptor is None:
         return
     try:

@@ -61,7 +61,7 @@ class Options:
                 )
             if not is_within_limits(value, spec):
                 raise ValueError(
-                    f"{spec.name} = {format_wrong_value(value)}: must be {' and '.join(iter_limits(spec))}"
+                    f"{spec.name} = {format_wrong_value(value)}: must be {' and '.join(iter_limit_texts(spec))}"
                 )
 
 
@@ -129,7 +129,7 @@ def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
     }
 
 
-def build_schema(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
+def build_dataclass_schema(cls: type, names: Iterable[str] | None = None) -> dict[str, Any]:
     """Return the JSON Schema of an object with a dataclass's fields, including their defaults.
 
     Args:
@@ -159,7 +159,7 @@ def is_within_limits(value: Any, spec: Field) -> bool:
     return (least is None or value >= least) and (below is None or value < below)
 
 
-def iter_limits(spec: Field) -> Iterator[str]:
+def iter_limit_texts(spec: Field) -> Iterator[str]:
     """Yield the limits of a numeric option as texts, such as `at least 0`."""
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
     if least is not None:

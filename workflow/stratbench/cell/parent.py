@@ -14,11 +14,13 @@ POLL_S = 0.5
 
 def terminate_when_ancestor_ends(ancestor_pid: int) -> None:
     """Start a thread that sends this process SIGTERM once the given ancestor has ended."""
-    line = list_ancestors(ancestor_pid)
+    line = list_ancestor_pids(ancestor_pid)
 
-    def watch() -> None:
+    def watch_ancestors() -> None:
         while (
-            line and os.getppid() == line[0] and all(find_parent(p) == q for p, q in pairwise(line))
+            line
+            and os.getppid() == line[0]
+            and all(find_parent_pid(p) == q for p, q in pairwise(line))
         ):
             time.sleep(POLL_S)
         try:
@@ -26,23 +28,23 @@ def terminate_when_ancestor_ends(ancestor_pid: int) -> None:
         finally:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=watch_ancestors, daemon=True).start()
 
 
-def list_ancestors(ancestor_pid: int) -> list[int]:
+def list_ancestor_pids(ancestor_pid: int) -> list[int]:
     """Return the ids of this process's ancestors up to `ancestor_pid`. Empty if it has ended.
 
     A process whose parent has ended immediately gets another parent.
     """
     line = [os.getppid()]
     while line[-1] != ancestor_pid:
-        if not line[-1] or (above := find_parent(line[-1])) is None:
+        if not line[-1] or (above := find_parent_pid(line[-1])) is None:
             return []
         line.append(above)
     return line
 
 
-def find_parent(pid: int) -> int | None:
+def find_parent_pid(pid: int) -> int | None:
     """Return the id of a process's parent, or None if there is no such process."""
     import psutil  # imported here, because psutil is slow to import and few processes need it
 

@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import load_extensions
-from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.files import read_json, write_text_atomically
 from stratbench.cell.installation import SCHEMAS
 from stratbench.cell.settings import Settings, build_settings_schema
 from stratbench.cell.text.help_page import format_help_address
@@ -51,7 +51,7 @@ def compile_validator(detailed: bool = False) -> Callable[[Record], Record] | No
     return fastjsonschema.compile(load_schema(), detailed_exceptions=detailed)
 
 
-def can_validate() -> bool:
+def can_validate_records() -> bool:
     """Return whether the package that validates records is installed. Machines that only train may lack it.
 
     Call this before a long training, so that a missing package is found early.
@@ -88,7 +88,7 @@ def validate_record(record: Record, source: str | Path = "record") -> None:
 def write_record(path: str | Path, record: Record) -> None:
     """Write a record to `path` atomically. Raise RecordError if the record is invalid."""
     validate_record(record, path)
-    write_atomic(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    write_text_atomically(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
 def read_record(path: str | Path) -> Record:
@@ -112,7 +112,7 @@ def read_measured_record(path: str | Path) -> Record:
         RecordError: The record is invalid, or comes from the tests' software GPU, which measures nothing.
     """
     record = read_record(path)
-    if software_gpu.has_trained(record):
+    if software_gpu.was_trained_on_software_gpu(record):
         raise RecordError(f"{path} was {software_gpu.WHY}")
     return record
 

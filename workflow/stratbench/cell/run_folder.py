@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from stratbench.cell.files import read_json_lines, write_atomic
+from stratbench.cell.files import read_json_lines, write_text_atomically
 
 #: Period in seconds at which a process looks for a file of another node.
 _POLL_S = 0.05
@@ -62,7 +62,7 @@ class RunFolder:
         """The folder with the state from which the cell's next attempt resumes (`train.restarts`)."""
         return self.logs / "checkpoints"
 
-    def create(self) -> None:
+    def create_empty_folder(self) -> None:
         """Create the empty folder. Files of an earlier run of the cell are deleted."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
@@ -85,7 +85,7 @@ class RunFolder:
 
     def get_heartbeat_path(self, rank: int) -> Path:
         """Return the path of a worker's heartbeat file (`telemetry.heartbeat`), which only its node reads."""
-        return self._local_dir / f"{format_worker_name(rank)}.heartbeat"
+        return self._dir_for_local_files / f"{format_worker_name(rank)}.heartbeat"
 
     def get_stack_path(self, process: str) -> Path:
         """Return the path of the file into which a process writes its stack traces."""
@@ -113,17 +113,17 @@ class RunFolder:
         return self.path / "profile.json.gz"
 
     @property
-    def store_path(self) -> Path:
+    def file_store_path(self) -> Path:
         """The path of the `torch.distributed.FileStore` that the workers of one node share."""
-        return self._local_dir / "store"
+        return self._dir_for_local_files / "store"
 
     @property
-    def secret_path(self) -> Path:
+    def job_secret_path(self) -> Path:
         """The path of the job's secret, which `servers.wire.handshake` writes, reads and checks."""
         return self.path / "secret"
 
     @property
-    def rendezvous_path(self) -> Path:
+    def server_rendezvous_path(self) -> Path:
         """The common start of the paths of the servers' rendezvous files. Server 0 adds `.0`."""
         return self.path / "server"
 
@@ -133,15 +133,15 @@ class RunFolder:
         Args:
             shared: Whether other nodes must see the folder.
         """
-        return (self.path if shared else self._local_dir) / "snapshots"
+        return (self.path if shared else self._dir_for_local_files) / "snapshots"
 
     @property
-    def _local_dir(self) -> Path:
+    def _dir_for_local_files(self) -> Path:
         return self.node_local_dir or self.path
 
     def write_job(self, job_json: str) -> Path:
         """Write the description of the cell's job for the agents of other nodes. Return the path."""
-        write_atomic(self.job_path, job_json)
+        write_text_atomically(self.job_path, job_json)
         return self.job_path
 
     @property
@@ -149,26 +149,26 @@ class RunFolder:
         """The path of the description of the cell's job, which `write_job` writes."""
         return self.path / "job.json"
 
-    def write_endpoint(self, host: str, port: int) -> None:
+    def write_node0_endpoint(self, host: str, port: int) -> None:
         """Write the host and port at which all nodes connect to node 0."""
-        write_atomic(self._endpoint_path, json.dumps({"host": host, "port": port}))
+        write_text_atomically(self._node0_endpoint_path, json.dumps({"host": host, "port": port}))
 
-    def read_endpoint(self) -> tuple[str, int] | None:
+    def read_node0_endpoint(self) -> tuple[str, int] | None:
         """Return the host and port at which all nodes connect. None before node 0 has written them."""
-        endpoint = read_json_if_exists(self._endpoint_path)
+        endpoint = read_json_if_exists(self._node0_endpoint_path)
         return endpoint and (endpoint["host"], endpoint["port"])
 
-    def wait_for_endpoint(self, timeout_s: float) -> tuple[str, int]:
+    def wait_for_node0_endpoint(self, timeout_s: float) -> tuple[str, int]:
         """Wait until node 0 has written the address for all nodes, and return it.
 
         Raises:
             TimeoutError: Node 0 has not written the address within `timeout_s`.
         """
         deadline_s = time.monotonic() + timeout_s
-        while (endpoint := self.read_endpoint()) is None:
+        while (endpoint := self.read_node0_endpoint()) is None:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(
-                    f"node 0 did not write its address for the other nodes into {self._endpoint_path} within "
+                    f"node 0 did not write its address for the other nodes into {self._node0_endpoint_path} within "
                     f"{timeout_s:g} s; its log in this folder has the reason. If there is no log, the nodes "
                     "do not share this folder: set `results` in config.yaml to a folder that all nodes share"
                 )
@@ -176,12 +176,12 @@ class RunFolder:
         return endpoint
 
     @property
-    def _endpoint_path(self) -> Path:
+    def _node0_endpoint_path(self) -> Path:
         return self.path / "endpoint.json"
 
     def write_worker_result(self, rank: int, result: dict[str, Any]) -> None:
         """Store the results of a worker, or the reason why the worker failed."""
-        write_atomic(self._get_worker_result_path(rank), json.dumps(result))
+        write_text_atomically(self._get_worker_result_path(rank), json.dumps(result))
 
     def read_worker_result(self, rank: int) -> dict[str, Any] | None:
         """Return the result that a worker wrote at its end. None if the worker wrote none."""
@@ -209,22 +209,22 @@ class RunFolder:
         return [statistics for statistics in each if statistics is not None]
 
     @property
-    def epochs_path(self) -> Path:
+    def epoch_results_path(self) -> Path:
         """The path of the file with the finished epochs, one JSON object per line."""
         return self.path / "progress.jsonl"
 
-    def append_epoch(self, epoch_result: dict[str, Any]) -> None:
+    def append_epoch_result(self, epoch_result: dict[str, Any]) -> None:
         """Store the result of a finished epoch, so that the result survives a timeout."""
-        with self.epochs_path.open("a", encoding="utf-8") as f:
+        with self.epoch_results_path.open("a", encoding="utf-8") as f:
             f.write(json.dumps(epoch_result) + "\n")
 
-    def read_epochs(self) -> list[dict[str, Any]]:
+    def read_epoch_results(self) -> list[dict[str, Any]]:
         """Return the results of all epochs that finished before the cell ended."""
-        return read_json_lines(self.epochs_path)
+        return read_json_lines(self.epoch_results_path)
 
-    def write_other_load(self, node: int, load: dict[str, Any]) -> None:
+    def write_load_of_other_processes(self, node: int, load: dict[str, Any]) -> None:
         """Store the load of other processes on a node when the cell began (`telemetry.machine.busy`)."""
-        write_atomic(self.path / f"busy{node}.json", json.dumps(load))
+        write_text_atomically(self.path / f"busy{node}.json", json.dumps(load))
 
     def get_foreign_processes_path(self, node: int) -> Path:
         """Return the path of the list of other jobs' processes on a node's GPUs.
@@ -237,15 +237,15 @@ class RunFolder:
         """Return the processes of other jobs that each node's GPUs had, by node number."""
         return self._read_json_by_node("foreign_processes")
 
-    def read_other_load(self) -> dict[str, dict[str, Any]]:
+    def read_load_of_other_processes(self) -> dict[str, dict[str, Any]]:
         """Return other processes' load on each node at the cell's start, by node number."""
         return self._read_json_by_node("busy")
 
-    def write_pauses(self, node: int, pauses: list[dict[str, Any]]) -> None:
+    def write_pauses_of_workers(self, node: int, pauses: list[dict[str, Any]]) -> None:
         """Store the periods in which the workers of a node were stopped (`train.nodes.paused`)."""
-        write_atomic(self.path / f"pauses{node}.json", json.dumps(pauses))
+        write_text_atomically(self.path / f"pauses{node}.json", json.dumps(pauses))
 
-    def read_pauses(self) -> dict[str, list[dict[str, Any]]]:
+    def read_pauses_of_workers(self) -> dict[str, list[dict[str, Any]]]:
         """Return the periods in which workers were stopped, by node number as text."""
         return self._read_json_by_node("pauses")
 
@@ -255,7 +255,7 @@ class RunFolder:
 
     def write_worker_states(self, node: int, states: dict[str, Any]) -> None:
         """Store the state of a node's workers at the cell's end, by worker name."""
-        write_atomic(self.path / f"standing{node}.json", json.dumps(states))
+        write_text_atomically(self.path / f"standing{node}.json", json.dumps(states))
 
     def read_worker_states(self) -> dict[str, dict[str, Any]]:
         """Return the state of all nodes' workers at the cell's end, by worker name."""
@@ -263,7 +263,7 @@ class RunFolder:
 
     def write_process_locations(self, node: int, locations: dict[str, Any]) -> None:
         """Store each process's host, and each worker's GPU, by process name."""
-        write_atomic(self.path / f"places{node}.json", json.dumps(locations))
+        write_text_atomically(self.path / f"places{node}.json", json.dumps(locations))
 
     def read_process_locations(self) -> dict[str, dict[str, Any]]:
         """Return each process's host, and each worker's GPU, by process name, for all nodes."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.learning_rate import Schedule, compute_lr_factor
-from stratbench.cell.options import build_field_rules, build_schema
+from stratbench.cell.options import build_field_rules, build_dataclass_schema
 
 #: The argument `planned` of a setting if each of its values has another memory or traffic.
 EACH = "each value"
@@ -258,11 +258,11 @@ class Settings:
         """Whether the learning rate differs between steps."""
         return self.schedule != "constant" or self.lr_warmup_steps > 0
 
-    def total_steps(self, train_samples: int) -> int:
+    def count_steps(self, train_samples: int) -> int:
         """Return the number of steps of the whole training on `train_samples` samples."""
         return self.steps or self.epochs * (train_samples // self.global_batch)
 
-    def count_passes(self, train_samples: int) -> int:
+    def count_training_set_passes(self, train_samples: int) -> int:
         """Return the number of passes over the training set. With `steps` the last may be incomplete."""
         return self.epochs or -(-self.steps // (train_samples // self.global_batch))
 
@@ -325,9 +325,9 @@ def build_settings_schema() -> dict[str, Any]:
 
 def build_experiment_schema() -> dict[str, Any]:
     """Return the JSON Schema of the settings that an experiment may give, with their defaults."""
-    whole = build_schema(Settings, GIVEN)
+    whole = build_dataclass_schema(Settings, GIVEN)
     for _, keys in iter_extension_keys("experiment"):
-        each = build_schema(keys, [f.name for f in fields(keys) if f.metadata["given"]])
+        each = build_dataclass_schema(keys, [f.name for f in fields(keys) if f.metadata["given"]])
         whole["required"] += each["required"]
         whole["properties"] |= each["properties"]
     return whole

@@ -17,12 +17,12 @@ UUID_MARK = "-736f-667477617265"
 WHY = "trained on the software GPU, which runs no kernel: none of its figures is a measurement"
 
 
-def is_installed() -> bool:
+def is_software_gpu_installed() -> bool:
     """Return whether the software GPU replaces CUDA in this Python environment."""
     return Path(sys.prefix, FOLDER).is_dir()
 
 
-def has_trained(record: Mapping[str, Any]) -> bool:
+def was_trained_on_software_gpu(record: Mapping[str, Any]) -> bool:
     """Return whether the cell of a record was trained on the software GPU."""
     if (record.get("provenance") or {}).get("software_gpu"):
         return True

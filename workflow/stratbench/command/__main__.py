@@ -15,7 +15,7 @@ from stratbench import __version__
 from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.files import format_os_error
 from stratbench.command import CommandError
-from stratbench.command.init import create_study
+from stratbench.command.init import create_study_files
 from stratbench.command.subcommands import (
     SubcommandAdder,
     add_training_subcommand,
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run_init(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
     """Run `stratbench init FOLDER`, and return its exit code."""
     check_no_unknown_arguments(unknown_arguments)
-    for path in create_study(args.folder):
+    for path in create_study_files(args.folder):
         print(path)
     print(f"\nNext: cd {args.folder} && stratbench run")
     return 0

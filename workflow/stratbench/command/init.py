@@ -14,7 +14,7 @@ TEMPLATES = Path(__file__).parent / "templates" / "study"
 FROM_WHEEL = ("from stratbench.cell.installation import SNAKEFILE", "str(SNAKEFILE)")
 
 
-def create_study(folder: Path) -> list[Path]:
+def create_study_files(folder: Path) -> list[Path]:
     """Create the files of a new study, and return their paths.
 
     Raises:

@@ -60,7 +60,7 @@ class SubcommandAdder:
             )
         return added
 
-    def find_subcommand(self, name: str) -> argparse.ArgumentParser:
+    def find_subcommand_parser(self, name: str) -> argparse.ArgumentParser:
         """Return the parser of an added subcommand."""
         return self._parsers.choices[name]
 
@@ -127,7 +127,7 @@ def check_no_unknown_arguments(unknown_arguments: Sequence[str]) -> None:
         raise CommandError(f"unknown arguments: {arguments}; see stratbench --help")
 
 
-def apply_config_pairs(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+def apply_config_changes(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
     """Return a changed copy of a config. Changes are KEY=VALUE, and merge mappings as `--config` does."""
     import yaml
 
@@ -140,14 +140,14 @@ def apply_config_pairs(config: Mapping[str, Any], changes: Sequence[str]) -> dic
             value = yaml.safe_load(value_text)
         except yaml.YAMLError as error:
             raise CommandError(f"--config {pair}: the value {value_text} is not YAML") from error
-        merge_config(result, {key: value})
+        merge_into_config(result, {key: value})
     return result
 
 
-def merge_config(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def merge_into_config(config: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Merge changes into a config in place. Mappings are merged key by key."""
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(config.get(key), dict):
-            merge_config(config[key], value)
+            merge_into_config(config[key], value)
         else:
             config[key] = value

@@ -65,7 +65,7 @@ class Report:
         torch = sys.modules.get("torch")
         if torch and torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        self._write_event("pause", losses=self._read_losses())
+        self._write_event("pause", losses=self._pop_pending_losses())
 
     def resume(self) -> None:
         """Continue the clock after a `pause`, if no `score` is reported."""
@@ -81,9 +81,9 @@ class Report:
         """
         values = {"score": value, "test_loss": test_loss, "error": error}
         numbers = {key: float(v) for key, v in values.items() if v is not None}
-        self._write_event("score", losses=self._read_losses(), **numbers)
+        self._write_event("score", losses=self._pop_pending_losses(), **numbers)
 
-    def _read_losses(self) -> list[float]:
+    def _pop_pending_losses(self) -> list[float]:
         losses, self._losses = [float(loss) for loss in self._losses], []
         return losses
 

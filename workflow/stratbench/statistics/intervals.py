@@ -13,9 +13,9 @@ import numpy as np
 
 from stratbench.statistics.moderated import (
     ALPHA,
-    compute_half_widths,
+    compute_interval_half_widths,
     compute_paired_differences,
-    moderate_variances,
+    shrink_variances_by_kind,
 )
 
 #: Minimum number of repeats for which tables show quartiles instead of the range.
@@ -29,15 +29,15 @@ class IntervalEstimate(NamedTuple):
     low: float | None = None
     high: float | None = None
 
-    def excludes(self, value: float) -> bool:
+    def interval_excludes(self, value: float) -> bool:
         """Return whether there is an interval, and it does not contain `value`."""
         return self.low is not None and not self.low <= value <= self.high
 
-    def map_values(self, change: Callable[[float], float]) -> IntervalEstimate:
+    def map_value_and_ends(self, change: Callable[[float], float]) -> IntervalEstimate:
         """Return the estimate after applying an increasing function, such as exp, to value and ends."""
         return IntervalEstimate(*(None if x is None else change(x) for x in self))
 
-    def format_text(
+    def format_value_and_interval(
         self,
         format_value: Callable[[float], str],
         format_end: Callable[[float], str] | None = None,
@@ -75,7 +75,9 @@ def compute_median_and_spread(values: Sequence[float]) -> MedianAndSpread:
     return MedianAndSpread(float(median), float(low), float(high), name)
 
 
-def compute_mean_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+def compute_geometric_mean_ratio(
+    numerators: Sequence[float], denominators: Sequence[float]
+) -> float:
     """Return the geometric mean of the ratios of paired values, which must be above 0."""
     ratios = np.asarray(numerators, dtype=float) / np.asarray(denominators, dtype=float)
     return float(np.exp(np.mean(np.log(ratios))))
@@ -100,12 +102,15 @@ def compute_paired_ratios(
     for i, pair in enumerate(pairs):
         values[:, i, : pair.shape[1]] = pair
     differences = compute_paired_differences(*np.log(values))
-    variance, dof = moderate_variances(differences, np.array(has_servers))
-    half = compute_half_widths(variance, dof, differences.repeats, ALPHA / 2 / num_simultaneous)
+    variance, dof = shrink_variances_by_kind(differences, np.array(has_servers))
+    half = compute_interval_half_widths(
+        variance, dof, differences.repeats, ALPHA / 2 / num_simultaneous
+    )
     ends = np.exp(np.stack([differences.mean - half, differences.mean + half], axis=-1))
     return [
         IntervalEstimate(
-            compute_mean_ratio(*pair), *map(float, interval) if np.isfinite(interval[1]) else ()
+            compute_geometric_mean_ratio(*pair),
+            *map(float, interval) if np.isfinite(interval[1]) else (),
         )
         for pair, interval in zip(pairs, ends, strict=True)
     ]

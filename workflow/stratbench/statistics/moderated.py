@@ -73,7 +73,7 @@ class Prior(NamedTuple):
     variance: np.ndarray
 
 
-def estimate_variance_prior(
+def estimate_common_variance_prior(
     variances: np.ndarray,
     dof: np.ndarray,
     is_used: np.ndarray,
@@ -105,9 +105,9 @@ def estimate_variance_prior(
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = e.sum(-1) / count
         scatter = np.where(is_used, (e - mean[..., None]) ** 2, 0.0).sum(-1) / (count - 1)
-        excess = scatter - np.where(is_used, trigamma(half)[place], 0.0).sum(-1) / count
+        excess = scatter - np.where(is_used, compute_trigamma(half)[place], 0.0).sum(-1) / count
     spread = excess > 1e-8
-    d0 = np.where(spread, 2 * trigamma_inverse(np.where(spread, excess, 1.0)), np.inf)
+    d0 = np.where(spread, 2 * compute_trigamma_inverse(np.where(spread, excess, 1.0)), np.inf)
     finite = np.where(spread, d0, 2.0)
     correction = np.where(spread, digamma(finite / 2) - np.log(finite / 2), 0.0)
     d0 = np.where(count < ENOUGH_VARIANCES, np.minimum(d0, max_dof_of_few), d0)
@@ -115,14 +115,14 @@ def estimate_variance_prior(
     return Prior(d0, np.where(d0 > 0, np.exp(mean + correction), 0.0))
 
 
-def trigamma(x: np.ndarray) -> np.ndarray:
+def compute_trigamma(x: np.ndarray) -> np.ndarray:
     """Return the trigamma function (second derivative of log gamma), computed faster than by scipy."""
     from scipy.special import zeta  # the import of scipy takes 0.2 s
 
     return zeta(2, x)
 
 
-def trigamma_inverse(y: np.ndarray) -> np.ndarray:
+def compute_trigamma_inverse(y: np.ndarray) -> np.ndarray:
     """Return the inverse of the trigamma function for values above 0.
 
     It is computed by Newton's method (Smyth 2004, appendix).
@@ -131,7 +131,7 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
 
     x = 0.5 + 1.0 / np.asarray(y, dtype=float)
     for _ in range(50):
-        value, slope = trigamma(x), -2 * zeta(3, x)
+        value, slope = compute_trigamma(x), -2 * zeta(3, x)
         step = value * (1 - value / y) / slope
         x = x + step
         if np.all(np.abs(step) <= 1e-9 * x):
@@ -139,7 +139,7 @@ def trigamma_inverse(y: np.ndarray) -> np.ndarray:
     return x
 
 
-def moderate_variances(
+def shrink_variances_by_kind(
     differences: Differences, has_servers: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return variances shrunk to a prior per kind of strategy, and their degrees of freedom.
@@ -154,7 +154,9 @@ def moderate_variances(
     own_dof = np.maximum(differences.dof, 0)
     known = (own_dof > 0) & (np.nan_to_num(differences.variance) > 0)
     prior = estimate_prior_by_kind(differences.variance, own_dof, known, has_servers)
-    return shrink_variances(prior._replace(dof=np.minimum(prior.dof, 2 * own_dof + 4)), differences)
+    return shrink_variances_to_prior(
+        prior._replace(dof=np.minimum(prior.dof, 2 * own_dof + 4)), differences
+    )
 
 
 def estimate_prior_by_kind(
@@ -176,7 +178,7 @@ def estimate_prior_by_kind(
     for kind in np.unique(kinds):
         same_kind = is_used & (kinds == kind)
         enough = same_kind.sum(-1, keepdims=True) >= ENOUGH_VARIANCES
-        prior = estimate_variance_prior(
+        prior = estimate_common_variance_prior(
             variances, dof, np.where(enough, same_kind, is_used), **limits
         )
         d0 = np.where(kinds == kind, prior.dof[..., None], d0)
@@ -184,7 +186,9 @@ def estimate_prior_by_kind(
     return Prior(d0, s0)
 
 
-def shrink_variances(prior: Prior, differences: Differences) -> tuple[np.ndarray, np.ndarray]:
+def shrink_variances_to_prior(
+    prior: Prior, differences: Differences
+) -> tuple[np.ndarray, np.ndarray]:
     """Return variances shrunk towards their prior, and their degrees of freedom.
 
     Without two repeats the variance is NaN with 0 degrees of freedom.
@@ -210,7 +214,7 @@ class GroupScatter(NamedTuple):
             return squares / self.dof.sum(-1)
 
 
-def compute_group_variances(logs: np.ndarray) -> GroupScatter:
+def compute_variances_between_repeats(logs: np.ndarray) -> GroupScatter:
     """Return the variance between the repeats of each group, shape [..., groups].
 
     It does not depend on the group that it is compared with. Effects that all groups of a repeat share (an
@@ -222,26 +226,26 @@ def compute_group_variances(logs: np.ndarray) -> GroupScatter:
     is_present = np.isfinite(logs)
     n, groups = is_present.sum(-1), is_present.sum(-2)
 
-    def centred(x: np.ndarray) -> np.ndarray:
+    def subtract_mean_over_repeats(x: np.ndarray) -> np.ndarray:
         return x - (np.where(is_present, x, 0.0).sum(-1) / n)[..., None]
 
     with np.errstate(invalid="ignore", divide="ignore"):
-        apart = centred(logs)
-        common = np.median(apart, -2) if is_present.all() else nanmedian_or_zero(apart)
-        rest = centred(apart - common[..., None, :])
+        apart = subtract_mean_over_repeats(logs)
+        common = np.median(apart, -2) if is_present.all() else compute_nanmedian_over_groups(apart)
+        rest = subtract_mean_over_repeats(apart - common[..., None, :])
         squares = np.where(is_present, rest**2, 0.0).sum(-1)
         share = np.where(is_present, (1 - 1 / groups)[..., None, :], 0.0).sum(-1)
         dof = np.where(n > 1, share * (n - 1) / n, 0.0)
         return GroupScatter(squares / dof, dof)
 
 
-def nanmedian_or_zero(values_of_groups: np.ndarray) -> np.ndarray:
+def compute_nanmedian_over_groups(values_of_groups: np.ndarray) -> np.ndarray:
     """Return the median over the second-last axis without NaN. Return 0 if all values are NaN."""
     known = np.isfinite(values_of_groups)
     return np.nanmedian(np.where(known | known.any(-2, keepdims=True), values_of_groups, 0.0), -2)
 
 
-def moderate_variances_by_groups(
+def shrink_variances_by_groups(
     differences: Differences,
     group_variances: GroupScatter,
     has_servers: np.ndarray,
@@ -274,10 +278,10 @@ def moderate_variances_by_groups(
     own_dof = np.maximum(differences.dof, 0)
     others = np.maximum(group_variances.dof.sum(-1, keepdims=True) - own_dof, 0.0)
     most = np.minimum(others, np.maximum(0, 4 * own_dof - 2))
-    return shrink_variances(Prior(np.minimum(d0.min(0), most), s0.sum(0)), differences)
+    return shrink_variances_to_prior(Prior(np.minimum(d0.min(0), most), s0.sum(0)), differences)
 
 
-def compute_half_widths(
+def compute_interval_half_widths(
     variances: np.ndarray, dof: np.ndarray, repeats: np.ndarray, tail_probability: Any
 ) -> np.ndarray:
     """Return the half-widths of t intervals of mean differences. Infinite with 0 degrees of freedom.

@@ -26,26 +26,26 @@ def compute_time_ratio(new_times: Sequence[float], old_times: Sequence[float]) -
     have no variance.
     """
     logs = np.log(np.asarray(new_times, dtype=float)), np.log(np.asarray(old_times, dtype=float))
-    return estimate_difference(*logs).map_values(math.exp)
+    return estimate_difference_of_means(*logs).map_value_and_ends(math.exp)
 
 
 def compute_score_difference(
     new_scores: Sequence[float], old_scores: Sequence[float]
 ) -> IntervalEstimate:
     """Return the difference of mean scores with its 95 % interval (Welch 1947)."""
-    return estimate_difference(
+    return estimate_difference_of_means(
         np.asarray(new_scores, dtype=float), np.asarray(old_scores, dtype=float)
     )
 
 
-def compute_mean_of_logs(logs: Sequence[float]) -> IntervalEstimate:
+def compute_geometric_mean_from_logs(logs: Sequence[float]) -> IntervalEstimate:
     """Return the geometric mean of values, given their logarithms, with its 95 % t interval.
 
     There is no interval for a single value or for equal values. For one ratio per model, the interval shows
     how far models differ.
     """
     values = np.asarray(logs, dtype=float)
-    return estimate_interval(float(values.mean()), [values]).map_values(math.exp)
+    return estimate_t_interval(float(values.mean()), [values]).map_value_and_ends(math.exp)
 
 
 def compute_mean_slowdown(
@@ -65,15 +65,19 @@ def compute_mean_slowdown(
     ]
     mean = float(np.mean([new.mean() - old.mean() for new, old in logs]))
     sides = [side for pair in logs for side in pair]
-    return estimate_interval(mean, sides, alpha, len(logs)).map_values(math.expm1)
+    return estimate_t_interval(mean, sides, alpha, len(logs)).map_value_and_ends(math.expm1)
 
 
-def estimate_difference(new_values: np.ndarray, old_values: np.ndarray) -> IntervalEstimate:
+def estimate_difference_of_means(
+    new_values: np.ndarray, old_values: np.ndarray
+) -> IntervalEstimate:
     """Return the difference of two means with its 95 % interval."""
-    return estimate_interval(float(new_values.mean() - old_values.mean()), [new_values, old_values])
+    return estimate_t_interval(
+        float(new_values.mean() - old_values.mean()), [new_values, old_values]
+    )
 
 
-def estimate_interval(
+def estimate_t_interval(
     estimate: float, samples: Sequence[np.ndarray], alpha: float = ALPHA / 2, num_cells: int = 1
 ) -> IntervalEstimate:
     """Return an estimate with a t interval that follows from the variances of its samples.
@@ -91,11 +95,13 @@ def estimate_interval(
     parts = [(float(one.var(ddof=1)) / len(one), len(one) - 1) for one in samples]
     if not any(variance for variance, _ in parts):
         return IntervalEstimate(estimate)
-    half = compute_half_width(parts, alpha) / num_cells
+    half = compute_satterthwaite_half_width(parts, alpha) / num_cells
     return IntervalEstimate(estimate, estimate - half, estimate + half)
 
 
-def compute_half_width(variances_and_dof: Sequence[tuple[float, int]], alpha: float) -> float:
+def compute_satterthwaite_half_width(
+    variances_and_dof: Sequence[tuple[float, int]], alpha: float
+) -> float:
     """Return the half-width of the t interval of a sum of independent means.
 
     The sum has Satterthwaite's (1946) degrees of freedom.

@@ -46,13 +46,13 @@ def make_strategy(name: str, options: Mapping[str, Any]) -> Strategy:
 
 
 @cache
-def _option_defaults(name: str) -> dict[str, Any]:
+def _build_option_defaults(name: str) -> dict[str, Any]:
     return asdict(get_strategy_class(name).Options())
 
 
 def get_option_defaults(name: str) -> dict[str, Any]:
     """Return the options of the strategy that is registered as `name`, with their defaults."""
-    return dict(_option_defaults(name))
+    return dict(_build_option_defaults(name))
 
 
 def resolve_options(name: str, chosen_options: Mapping[str, Any], gpus: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ SCORES, ROUNDED_SCORES = 1e-3, 5e-2
 
 
 @contextmanager
-def refuse_changed_scores(
+def check_setup_keeps_scores(
     strategy: Strategy,
     network: str | models.Model,
     model: nn.Module,
@@ -113,7 +113,7 @@ def check_batchnorm_samples(
         worker_samples: Number of samples that a worker computes in a step.
         batch_parts: Number of parts into which the worker divides these samples.
     """
-    if worker_samples < compute_min_samples(has_batchnorm, batch_parts):
+    if worker_samples < compute_min_samples_per_step(has_batchnorm, batch_parts):
         in_each_part = (
             ""
             if batch_parts == 1
@@ -125,7 +125,7 @@ def check_batchnorm_samples(
         )
 
 
-def compute_min_samples(has_batchnorm: bool, batch_parts: int) -> int:
+def compute_min_samples_per_step(has_batchnorm: bool, batch_parts: int) -> int:
     """Return the smallest number of samples with which a worker can train a step.
 
     With BatchNorm, the number is two per part of the batch. Otherwise, it is one per step.
@@ -145,4 +145,6 @@ def updates_parameters_without_gradient(strategy: Strategy, trial: Trial, s: Set
         s: Settings of the cell.
     """
     changes_by_zeros = s.momentum or s.weight_decay or s.betas
-    return bool(strategy.updates_by_zeros and trial.sometimes_without_gradient and changes_by_zeros)
+    return bool(
+        strategy.updates_by_zeros and trial.names_sometimes_without_gradient and changes_by_zeros
+    )

@@ -132,7 +132,7 @@ class Worker:
     @property
     def data_rank(self) -> int:
         """Index, from 0, of this worker's share of each batch. A batch has `data_workers` shares."""
-        return self.mesh.place(self.rank).replica
+        return self.mesh.get_coordinate(self.rank).replica
 
     @property
     def random_stream_index(self) -> int:
@@ -495,7 +495,7 @@ class Strategy:
 
     def restore(self, saved: SavedState) -> None:
         """Restore the state that `save` returned, bit for bit, and call `reset`."""
-        saved.put_back(self.weights_and_buffers(), self.optimizer, self.extra_state())
+        saved.restore_into(self.weights_and_buffers(), self.optimizer, self.extra_state())
         self.reset()
 
     def batches(self, order: Tensor, epoch: int) -> Iterator[Tensor]:

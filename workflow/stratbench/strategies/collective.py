@@ -14,7 +14,7 @@ from stratbench.strategies.base import Strategy, Worker
 from stratbench.workload.network.precision import (
     convert_scores_for_loss,
     create_autocast_context,
-    get_effective_dtypes,
+    get_weights_and_compute_dtypes,
 )
 from stratbench.workload.tasks import compute_loss_and_weight, divide_or_zero
 
@@ -171,7 +171,7 @@ class Collective(Strategy):
         """Return the model's mean loss on one part of a batch, in the model's compiled form if it has one."""
         if self.chunked is None:
             return self.compute_part_loss(self.compiled(x), y)
-        with self.chunked.compute_loss_against(y):
+        with self.chunked.replace_scores_by_loss(y):
             return self.compiled(x)
 
     def make_chunked_loss(self) -> ChunkedLoss:
@@ -229,7 +229,7 @@ class Collective(Strategy):
         """
         import torch
 
-        from stratbench.workload.torch_internals import multiply_all
+        from stratbench.workload.torch_internals import multiply_tensors_in_place
 
         own = torch.zeros((), dtype=torch.float64, device=self.worker.device)
         for weight in self.part_weights:
@@ -240,7 +240,7 @@ class Collective(Strategy):
         for gradient in self.list_gradients():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, dtype), gradients in by_kind.items():
-            multiply_all(gradients, factor.to(device, dtype))
+            multiply_tensors_in_place(gradients, factor.to(device, dtype))
         return loss * factor.to(loss.dtype)
 
     def average_batch_weight(self, own_weight: Tensor) -> Tensor:
@@ -397,13 +397,15 @@ class Collective(Strategy):
         )
         return {
             "details": {"skipped_steps": skipped, "optimizer_dtype": self.optimizer_dtype()}
-            | get_effective_dtypes(s.precision, self.worker.device),
+            | get_weights_and_compute_dtypes(s.precision, self.worker.device),
             "evaluated_on": self.evaluated_on,
             "updates_applied": self.steps - skipped,
         }
 
 
-def reduce_norm(norm: Tensor, workers: int, group: ProcessGroup | None = None) -> Tensor:
+def compute_norm_over_shards(
+    norm: Tensor, workers: int, group: ProcessGroup | None = None
+) -> Tensor:
     """Return the norm of a vector of which each worker holds a shard. All workers must call this.
 
     Args:

@@ -22,7 +22,7 @@ class SixteenBits:
     def __init__(self, dtype: torch.dtype, workers: int) -> None:
         self._dtype, self._workers = dtype, workers
 
-    def hook(self, state, bucket):
+    def average_bucket(self, state, bucket):
         """Start to average a full bucket of gradients over the workers; return a future of the mean."""
         import torch.distributed as dist
 
@@ -37,7 +37,7 @@ class SixteenBits:
     def list_persistent_tensors(self) -> list[Tensor]:
         return []
 
-    def compute_mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
+    def compute_mean_bytes_per_step(self, parameters: Iterable[Tensor], steps: int) -> float:
         """Return the mean number of bytes all-reduced per step over the first `steps` steps."""
         return sum(2.0 * p.numel() for p in parameters)
 
@@ -58,9 +58,9 @@ class PowerSGD:
 
     def __init__(self, rank: int, start: int) -> None:
         self._rank, self._start = rank, start
-        self._state = self._make_state()
+        self._state = self._make_powersgd_state()
 
-    def _make_state(self):
+    def _make_powersgd_state(self):
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
         return PowerSGDState(
@@ -70,7 +70,7 @@ class PowerSGD:
             min_compression_rate=self.MIN_RATE,
         )
 
-    def hook(self, state, bucket):
+    def average_bucket(self, state, bucket):
         """Start to average a full bucket of gradients over the workers; return a future of the mean."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
@@ -84,7 +84,7 @@ class PowerSGD:
 
     def reset(self) -> None:
         """Reset the compression error and the step count, so that the next steps are not compressed."""
-        self._state = self._make_state()
+        self._state = self._make_powersgd_state()
 
     def begin_compression(self) -> None:
         """Make the communication hook compress gradients from the next step on."""
@@ -97,7 +97,7 @@ class PowerSGD:
             t for state in (s.error_dict, s.p_memory_dict, s.q_memory_dict) for t in state.values()
         ]
 
-    def compute_mean_bytes(self, parameters: Iterable[Tensor], steps: int) -> float:
+    def compute_mean_bytes_per_step(self, parameters: Iterable[Tensor], steps: int) -> float:
         """Return the mean number of bytes all-reduced per step over the first `steps` steps."""
         whole = sent = 0
         for p in parameters:

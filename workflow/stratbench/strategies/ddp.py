@@ -44,7 +44,7 @@ class SampledTimes(NamedTuple):
     overlap_ms: float
 
 
-def read_sampled_times(module: DistributedDataParallel, sample_interval: int) -> SampledTimes:
+def read_sampled_step_times(module: DistributedDataParallel, sample_interval: int) -> SampledTimes:
     """Return the summed communication times of the steps that DDP has timed so far.
 
     DDP stores mean times without the number of timed steps, which follows from the iteration number. See
@@ -188,13 +188,13 @@ class DDP(collective.Collective):
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
         if trial.randomly_called_modules:
-            yield refusals.skipped_at_random_reason(trial.randomly_called_modules)
+            yield refusals.module_skipped_at_random_reason(trial.randomly_called_modules)
         elif trial.data_dependent_modules:
-            yield refusals.skipped_by_data_reason(trial.data_dependent_modules)
+            yield refusals.module_skipped_by_data_reason(trial.data_dependent_modules)
         elif trial.parameters_without_gradient:
             yield no_gradient_reason(trial.parameters_without_gradient)
         if trial.repeatedly_added_parameters:
-            yield refusals.describe_repeated_gradients(trial.repeatedly_added_parameters)
+            yield refusals.repeated_gradient_sum_reason(trial.repeatedly_added_parameters)
         if trial.data_dependent_parameters:
             yield refusals.diverging_replicas_reason(trial.data_dependent_parameters)
         if trial.sparse_gradient_parameters:
@@ -232,7 +232,7 @@ class DDP(collective.Collective):
             log_each_ddp_step(module)
         self.compressor = self.make_comm_hook(worker.world_size)
         if self.compressor is not None:
-            module.register_comm_hook(None, self.compressor.hook)
+            module.register_comm_hook(None, self.compressor.average_bucket)
         return module
 
     def make_comm_hook(self, workers: int) -> SixteenBits | PowerSGD | None:
@@ -261,17 +261,17 @@ class DDP(collective.Collective):
         super().reset()
         if self.compressor is not None:
             self.compressor.reset()
-        self._warm_up = read_sampled_times(self.module, self._sample_every)
+        self._warm_up = read_sampled_step_times(self.module, self._sample_every)
 
     def communication(self) -> dict[str, Any]:
         w = self.worker.world_size
         gradients = sum(p.nbytes for p in self.parameters)
         if self.compressor is not None:
-            gradients = self.compressor.compute_mean_bytes(self.parameters, self.steps)
+            gradients = self.compressor.compute_mean_bytes_per_step(self.parameters, self.steps)
         buffers = sum(b.nbytes for b in self.model.buffers())
         # The term `buffers` is their broadcast before a step's forward. In its ring, W - 1 of W workers send.
         traffic = collective.describe_ring_traffic((w - 1) / w * (2 * gradients + buffers))
-        before, after = self._warm_up, read_sampled_times(self.module, self._sample_every)
+        before, after = self._warm_up, read_sampled_step_times(self.module, self._sample_every)
         steps = after.steps - before.steps
         if steps > 0:
             total_ms = (after.communication_ms - before.communication_ms) / steps

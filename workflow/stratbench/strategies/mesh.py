@@ -54,7 +54,7 @@ class Mesh:
         """Number of workers that share one replica of the model."""
         return self.tensor * self.stages
 
-    def place(self, rank: int) -> MeshCoordinate:
+    def get_coordinate(self, rank: int) -> MeshCoordinate:
         """Return the coordinate in the mesh of the worker with this rank."""
         rest, tensor = divmod(rank, self.tensor)
         stage, replica = divmod(rest, self.replicas)
@@ -68,5 +68,5 @@ class Mesh:
 
     def reports_for_replica(self, rank: int) -> bool:
         """Return whether a worker reports the results of its replica: the last stage's first worker does."""
-        at = self.place(rank)
+        at = self.get_coordinate(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from stratbench.strategies.base import Strategy
 
 
-class Missing(ModelError):
+class MissingPackage(ModelError):
     """Raised if a package that a strategy needs is not installed, or has another version."""
 
 
@@ -28,7 +28,7 @@ def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) 
         options: All options of the strategy.
     """
     for reason in iter_missing_requirements([(name, cls, options)]):
-        raise Missing(reason)
+        raise MissingPackage(reason)
 
 
 def iter_missing_requirements(strategies: Iterable[StrategyUse]) -> Iterator[str]:

@@ -31,18 +31,18 @@ def iter_unshardable_model_reasons(trial: Trial, replaces_parameters: bool = Tru
             shards.
     """
     if trial.hooked_parameters:
-        yield lost_hooks_reason(trial.hooked_parameters)
+        yield lost_gradient_hooks_reason(trial.hooked_parameters)
     if replaces_parameters and trial.parameters_read_elsewhere:
-        yield wrong_reference_reason(trial.parameters_read_elsewhere)
+        yield parameter_read_elsewhere_reason(trial.parameters_read_elsewhere)
     if replaces_parameters and trial.class_dependent_parameters:
-        yield changed_class_reason(trial.class_dependent_parameters)
+        yield class_dependent_parameter_reason(trial.class_dependent_parameters)
     if trial.overwritten_parameters:
-        yield lost_changes_reason(trial.overwritten_parameters)
+        yield lost_parameter_changes_reason(trial.overwritten_parameters)
     if trial.repeatedly_added_parameters:
-        yield describe_repeated_gradients(trial.repeatedly_added_parameters)
+        yield repeated_gradient_sum_reason(trial.repeatedly_added_parameters)
 
 
-def lost_hooks_reason(parameter_names: Sequence[str]) -> str:
+def lost_gradient_hooks_reason(parameter_names: Sequence[str]) -> str:
     """Return a sentence on parameters with gradient hooks, which would not run on shards; with the remedy."""
     return (
         f"{format_names(parameter_names)} has a gradient hook, which would stay on the whole parameter "
@@ -51,7 +51,7 @@ def lost_hooks_reason(parameter_names: Sequence[str]) -> str:
     )
 
 
-def wrong_reference_reason(parameter_names: Sequence[str]) -> str:
+def parameter_read_elsewhere_reason(parameter_names: Sequence[str]) -> str:
     """Return a sentence on parameters that forward reads from a list or dict, not from their module."""
     return (
         f"forward reads {format_names(parameter_names)} from a list or dictionary instead of its module's "
@@ -60,7 +60,7 @@ def wrong_reference_reason(parameter_names: Sequence[str]) -> str:
     )
 
 
-def changed_class_reason(parameter_names: Sequence[str]) -> str:
+def class_dependent_parameter_reason(parameter_names: Sequence[str]) -> str:
     """Return a sentence on parameters whose class or own attributes forward reads, with the remedy."""
     return (
         f"forward uses the class or an attribute of {format_names(parameter_names)}, which shards of "
@@ -68,7 +68,7 @@ def changed_class_reason(parameter_names: Sequence[str]) -> str:
     )
 
 
-def lost_changes_reason(parameter_names: Sequence[str]) -> str:
+def lost_parameter_changes_reason(parameter_names: Sequence[str]) -> str:
     """Return a sentence on parameters whose changes by forward would be lost, with the remedy."""
     return (
         f"forward writes to {format_names(parameter_names)}, and these changes are lost when the weights "
@@ -86,7 +86,7 @@ def diverging_replicas_reason(parameter_names: Sequence[str]) -> str:
     )
 
 
-def describe_repeated_gradients(parameter_names: Sequence[str]) -> str:
+def repeated_gradient_sum_reason(parameter_names: Sequence[str]) -> str:
     """Return a sentence on parameters to whose gradient one backward adds several times, with the remedy."""
     return (
         f"backward adds to the gradient of {format_names(parameter_names)} several times, and the first "
@@ -95,7 +95,7 @@ def describe_repeated_gradients(parameter_names: Sequence[str]) -> str:
     )
 
 
-def skipped_by_data_reason(module_names: Sequence[str]) -> str:
+def module_skipped_by_data_reason(module_names: Sequence[str]) -> str:
     """Return a sentence on modules that forward skips for some batches, with the remedy."""
     return (
         f"not every batch uses {format_names(module_names)}: forward chooses by values of tensors. Workers "
@@ -104,7 +104,7 @@ def skipped_by_data_reason(module_names: Sequence[str]) -> str:
     )
 
 
-def skipped_at_random_reason(module_names: Sequence[str]) -> str:
+def module_skipped_at_random_reason(module_names: Sequence[str]) -> str:
     """Return a sentence on modules that forward skips at random, with the remedy."""
     return (
         f"not every forward calls {format_names(module_names)}: each worker draws its own random numbers, so "

@@ -72,7 +72,7 @@ class SavedState:
                 for group in optimizer.param_groups
             ]
 
-    def put_back(
+    def restore_into(
         self,
         tensors: Sequence[Tensor],
         optimizer: torch.optim.Optimizer | None,
@@ -97,7 +97,7 @@ class SavedState:
                 "reset()"
             )
         if self._attributes is not None:
-            self._attributes.put_back()
+            self._attributes.restore_plain_attributes()
         with torch.no_grad():
             for now, then in zip(tensors, self._tensors, strict=True):
                 get_local_shard(now).copy_(then)

@@ -58,10 +58,10 @@ class Slowdown:
         factor = float(block.get("factor", 1)) if rank in block.get("workers", []) else 1.0
         sigma = float(block.get("sigma", 0))
         active = factor > 1 or sigma > 0
-        compute_s = measure_step_s(s, model, shape, classes, device) if active else 0.0
+        compute_s = measure_forward_backward_s(s, model, shape, classes, device) if active else 0.0
         return cls(compute_s, factor, sigma, s.seed * 1009 + rank, device)
 
-    def wait(self) -> None:
+    def sleep_before_backward(self) -> None:
         if not self._active:
             return
         from stratbench.telemetry.clock import synchronise
@@ -81,7 +81,7 @@ class Slowdown:
         }
 
 
-def measure_step_s(
+def measure_forward_backward_s(
     s: Settings, model: nn.Module, shape: tuple[int, ...], classes: int, device: torch.device
 ) -> float:
     """Return the median seconds of the unwrapped model's forward and backward on one step's samples.

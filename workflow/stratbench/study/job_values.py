@@ -58,7 +58,7 @@ def write_job_values(jobs: Iterable[Any]) -> None:
                 temporary.write_text(text, encoding="utf-8")
 
 
-def insert_values(arguments: list[str]) -> list[str]:
+def insert_job_values(arguments: list[str]) -> list[str]:
     """Return a job's command-line arguments with each `@NAME` replaced by its value.
 
     The values come from the file that the option `--values` names.

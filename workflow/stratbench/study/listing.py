@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from stratbench.cell.coordinates import expand_cells
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import format_count
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     cells = [c.as_dict() for matrix in json.loads(args.matrices) for c in expand_cells(**matrix)]
-    write_atomic(args.out, json.dumps(cells, indent=0) + "\n")
+    write_text_atomically(args.out, json.dumps(cells, indent=0) + "\n")
     print(format_count(len(cells), "cell"))
 
 

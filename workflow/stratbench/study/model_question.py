@@ -69,7 +69,7 @@ def read_question(args: argparse.Namespace) -> Question:
 def _make_positive_parser(
     convert: Callable[[str], float], kind_of_number: str
 ) -> Callable[[str], float]:
-    def parse(text: str) -> float:
+    def parse_positive_number(text: str) -> float:
         try:
             value = convert(text)
         except ValueError:
@@ -78,7 +78,7 @@ def _make_positive_parser(
             raise argparse.ArgumentTypeError(f"{text}: is not a {kind_of_number} above 0; give one")
         return value
 
-    return parse
+    return parse_positive_number
 
 
 _count, _amount = _make_positive_parser(int, "whole number"), _make_positive_parser(float, "number")

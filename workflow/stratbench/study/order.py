@@ -23,12 +23,14 @@ def compute_job_priority(cell: Cell) -> int:
     model) follow one another. The order of these cells, and of the comparisons, differs between repeats. It
     depends on the cell's names alone, so it does not change when a cell is added.
     """
-    comparison = draw_integer(COMPARISONS, cell.study, cell.experiment, cell.model, cell.repeat)
-    number = draw_integer(PLACES, cell.study, cell.path)
+    comparison = hash_names_to_integer(
+        COMPARISONS, cell.study, cell.experiment, cell.model, cell.repeat
+    )
+    number = hash_names_to_integer(PLACES, cell.study, cell.path)
     return (max(0, REPEATS - cell.repeat) * COMPARISONS + comparison) * PLACES + number + 1
 
 
-def draw_integer(upper_limit: int, *names: str | int) -> int:
+def hash_names_to_integer(upper_limit: int, *names: str | int) -> int:
     """Return a pseudo-random integer below `upper_limit` that depends on `names` alone."""
     digest = hashlib.sha256("\n".join(map(str, names)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % upper_limit

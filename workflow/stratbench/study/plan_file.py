@@ -55,7 +55,7 @@ class PlanFile:
         planned = self._get_planned_needs(cell)
         return (
             planned.get("cell_time_high_s")
-            if self._was_planned_for(planned, settings, cluster)
+            if self._has_plan_for(planned, settings, cluster)
             else None
         )
 
@@ -72,11 +72,9 @@ class PlanFile:
             cluster: The `cluster` block of the config.
         """
         planned = self._get_planned_needs(cell)
-        return (
-            planned.get("infeasible") if self._was_planned_for(planned, settings, cluster) else None
-        )
+        return planned.get("infeasible") if self._has_plan_for(planned, settings, cluster) else None
 
-    def _was_planned_for(
+    def _has_plan_for(
         self, planned: Mapping[str, Any], settings: Settings, cluster: Mapping[str, Any]
     ) -> bool:
         return self.gpu == cluster["gpu"] and planned.get("settings") == compute_settings_digest(

@@ -20,16 +20,16 @@ from importlib import import_module
 from pathlib import Path
 
 from stratbench.cell.files import format_os_error
-from stratbench.cell.locks import NoLocks, try_lock
+from stratbench.cell.locks import NoLocks, try_to_lock_file
 from stratbench.cell.parent import terminate_when_ancestor_ends
-from stratbench.study.job_values import insert_values
+from stratbench.study.job_values import insert_job_values
 
 LOCK = ".lock"
 
 
 def main() -> int:
     """Run the programs of the command line. Return the exit code of the last one that ran."""
-    own, *programs = split_programs(insert_values(sys.argv[1:]))
+    own, *programs = split_arguments_by_program(insert_job_values(sys.argv[1:]))
     parser = argparse.ArgumentParser(prog="python -m stratbench.study.program", description=__doc__)
     parser.add_argument(
         "parent",
@@ -48,7 +48,7 @@ def main() -> int:
         with lock_folder(args.hold) if args.hold else nullcontext():
             for module, *arguments in programs:
                 sys.argv = [module, *arguments]
-                code = find_main(module)()
+                code = find_main_function(module)()
                 sys.stdout.flush()
                 if code:
                     return code
@@ -58,7 +58,7 @@ def main() -> int:
     return 0
 
 
-def split_programs(arguments: list[str]) -> list[list[str]]:
+def split_arguments_by_program(arguments: list[str]) -> list[list[str]]:
     """Return a command line's arguments in parts, which are separated by `-m`."""
     parts: list[list[str]] = [[]]
     for argument in arguments:
@@ -69,7 +69,7 @@ def split_programs(arguments: list[str]) -> list[list[str]]:
     return parts
 
 
-def find_main(module_name: str) -> Callable[[], int | None]:
+def find_main_function(module_name: str) -> Callable[[], int | None]:
     """Return the function `main` of a module, or of a package's `__main__`."""
     module = import_module(module_name)
     is_package = hasattr(module, "__path__")
@@ -102,7 +102,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = try_lock(folder / LOCK)
+        descriptor = try_to_lock_file(folder / LOCK)
     except NoLocks:
         yield
         return

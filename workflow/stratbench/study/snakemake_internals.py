@@ -155,10 +155,10 @@ def start_jobs_in_order(workflow: Any, key: Callable[[Any], Any]) -> None:
     """Make Snakemake start the jobs that it chooses together in ascending order of `key`."""
     run = workflow.scheduler.run
 
-    def run_sorted(jobs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def run_jobs_in_order(jobs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         return run(sorted(jobs, key=key), *args, **kwargs)
 
-    workflow.scheduler.run = run_sorted
+    workflow.scheduler.run = run_jobs_in_order
 
 
 def extend_executor(workflow: Any, methods: type) -> Any:

@@ -114,23 +114,23 @@ class StepClock:
         self.core_waits.begin_span()
         self._begun_ns = self._issued_ns = time.perf_counter_ns()
         self._left_to_issue = _ISSUED_STEPS if self._on_cuda else 0
-        self._stamps.append(self._record_event() if self._on_cuda else self._begun_ns)
+        self._stamps.append(self._record_cuda_event() if self._on_cuda else self._begun_ns)
 
     def mark_step_end(self) -> None:
         """Mark the end of a training step."""
         if self._left_to_issue:
-            self._note_issue_time()
-        self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
+            self._record_step_issue_time()
+        self._stamps.append(self._record_cuda_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
         if self._heartbeat is not None:
             self._heartbeat.record_step()
         if self._on_cuda and len(self._labels) > _UNREAD_EVENTS:
-            self._compute_oldest_steps()
+            self._compute_oldest_step_times()
 
     def mark_phase_end(self, phase: str) -> None:
         """Mark the end of the phase named `phase` within the current step."""
-        self._stamps.append(self._record_event() if self._on_cuda else time.perf_counter_ns())
-        self._labels.append(self._label_of.get(phase) or self._add_label(phase))
+        self._stamps.append(self._record_cuda_event() if self._on_cuda else time.perf_counter_ns())
+        self._labels.append(self._label_of.get(phase) or self._add_phase_label(phase))
 
     def end(self) -> None:
         """Stop the epoch's clock after waiting for the device, and compute the epoch's step times."""
@@ -147,7 +147,7 @@ class StepClock:
         else:
             self._epoch_starts_s.append(self._begun_ns / 1e9)
             self._epoch_times_s.append(elapsed_ns / 1e9)
-        self._compute_steps(len(self._labels))
+        self._compute_step_times(len(self._labels))
         if self._on_cuda:
             self._spare_events.extend(self._stamps)
         del self._stamps[:]
@@ -190,7 +190,7 @@ class StepClock:
         return list(self._own_ms)
 
     @property
-    def shortest_issue_ms(self) -> float | None:
+    def shortest_step_issue_ms(self) -> float | None:
         """Shortest time in ms in which the host queued a step on the GPU, or None if not measured.
 
         Only the first two steps after each `begin_epoch` count. Before the first step there is no time, nor
@@ -199,7 +199,7 @@ class StepClock:
         """
         return self._issue_ms
 
-    def export_history(self) -> dict[str, Any]:
+    def export_measured_times(self) -> dict[str, Any]:
         """Return the measured times of all ended epochs as values for JSON.
 
         `load_history` loads these values.
@@ -211,14 +211,14 @@ class StepClock:
             "phases": dict(self._phases),
         }
 
-    def load_history(self, history: dict[str, Any]) -> None:
+    def load_measured_times(self, history: dict[str, Any]) -> None:
         """Replace the measured times by those that another clock exported, and continue from them."""
         self._epoch_starts_s = list(history["epoch_starts_s"])
         self._epoch_times_s = list(history["epoch_times_s"])
         self._step_ms = array("d", history["step_ms"])
         self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
 
-    def _note_issue_time(self) -> None:
+    def _record_step_issue_time(self) -> None:
         """Store how long the host took to queue the training step whose end is being marked."""
         now_ns = time.perf_counter_ns()
         took_ms = (now_ns - self._issued_ns) / 1e6
@@ -226,14 +226,14 @@ class StepClock:
         self._issued_ns = now_ns
         self._left_to_issue -= 1
 
-    def _record_event(self) -> torch.cuda.Event:
+    def _record_cuda_event(self) -> torch.cuda.Event:
         event = (
             self._spare_events.pop() if self._spare_events else torch.cuda.Event(enable_timing=True)
         )
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _add_label(self, phase: str) -> int:
+    def _add_phase_label(self, phase: str) -> int:
         label = len(self._label_of) + 1
         if label > 255:
             raise ValueError(
@@ -253,14 +253,14 @@ class StepClock:
             event.synchronize()
             heartbeat.record_progress()
 
-    def _compute_oldest_steps(self) -> None:
+    def _compute_oldest_step_times(self) -> None:
         """Compute the times of at most two steps, the oldest ones that the device has completed."""
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():
-                self._compute_steps(length)
+                self._compute_step_times(length)
 
-    def _compute_steps(self, length: int) -> None:
+    def _compute_step_times(self, length: int) -> None:
         """Compute the step times of the first `length` marks, the last of which ends a step."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
@@ -311,6 +311,6 @@ class Phases:
         self._total_ns[name] = self._total_ns.get(name, 0) + elapsed_ns
         self._log.write_phase_event(name, "end")
 
-    def as_dict(self) -> dict[str, float]:
+    def compute_seconds_by_phase(self) -> dict[str, float]:
         """Return the total seconds of each phase. The key of the phase `setup` is `setup_s`."""
         return {f"{name}_s": ns / 1e9 for name, ns in self._total_ns.items()}

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.workload.torch_internals import (
     TorchDispatchMode,
-    get_arguments,
-    resolve_group,
+    get_schema_arguments,
+    resolve_process_group,
     tree_leaves,
 )
 
@@ -58,14 +58,14 @@ def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
         )
     if kind == "":
         return None
-    each = [t.numel() * t.element_size() for t in iter_tensors((args, kwargs))]
+    each = [t.numel() * t.element_size() for t in iter_nested_tensors((args, kwargs))]
     group = find_process_group((args, kwargs))
     ranks = group and group.size()
     # Gather and scatter have two tensors: the larger one is whole, the other one a rank's share of it.
     n_bytes = max(each) if "gather" in kind or "scatter" in kind else sum(each)
     if op.namespace == _FUNCTIONAL and kind == "all_gather":
         n_bytes *= ranks
-    waiter = _get_waiter(op, args, kwargs)
+    waiter = _get_collective_waiter(op, args, kwargs)
     is_all = ranks in (None, torch.distributed.get_world_size())
     if is_all:
         return CollectiveCall(kind, n_bytes, waiter=waiter)
@@ -73,31 +73,31 @@ def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     return CollectiveCall(kind, n_bytes, ranks, rank_stride=max(1, second - first), waiter=waiter)
 
 
-def _get_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
+def _get_collective_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
     """Return what waits for a collective that an operator starts, as in `CollectiveCall.waiter`."""
     if op.namespace == _FUNCTIONAL:
         return "user"
-    names = [argument.name for argument in get_arguments(op)]
+    names = [argument.name for argument in get_schema_arguments(op)]
     arguments = dict(zip(names, args, strict=False)) | kwargs
     return "none" if arguments.get("async_op", True) else "stream"
 
 
 def find_process_group(arguments: Any) -> torch.distributed.ProcessGroup | None:
     """Return the process group in the arguments of a collective operator, or None without a group."""
-    groups = map(resolve_group, tree_leaves(arguments))
+    groups = map(resolve_process_group, tree_leaves(arguments))
     return next((group for group in groups if group is not None), None)
 
 
-def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
+def iter_nested_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor that is contained in nested lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from iter_tensors(item)
+            yield from iter_nested_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from iter_tensors(item)
+            yield from iter_nested_tensors(item)
 
 
 class CollectiveCount(TorchDispatchMode):
@@ -111,7 +111,7 @@ class CollectiveCount(TorchDispatchMode):
         self.calls: list[CollectiveCall] = []
         self._is_whole = True
 
-    def count_wire_bytes(self, world_size: int) -> float:
+    def count_sent_bytes(self, world_size: int) -> float:
         """Return the bytes that a rank has sent, if the collectives used ring algorithms.
 
         The result is NaN after an unknown collective.

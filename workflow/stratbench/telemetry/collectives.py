@@ -45,7 +45,7 @@ class CollectiveCall:
             (self.collective_name, self.n_bytes) if self.group_size is None else astuple(self)[:3]
         )
 
-    def is_within_node(self, ranks_per_node: int, world_size: int) -> bool:
+    def has_groups_within_nodes(self, ranks_per_node: int, world_size: int) -> bool:
         """Return whether the ranks of each process group of this collective are on one node.
 
         Args:

@@ -38,11 +38,11 @@ class CompileWatch:
     """
 
     def __init__(self) -> None:
-        from stratbench.workload.torch_internals import watch_compiler
+        from stratbench.workload.torch_internals import register_compilation_callbacks
 
         self.compilations, self.seconds = 0, 0.0
         self._begun, self._warm = 0.0, 0
-        watch_compiler(self._note_compile_start, self._note_compile_end)
+        register_compilation_callbacks(self._note_compile_start, self._note_compile_end)
 
     def _note_compile_start(self, _: Any) -> None:
         self._begun = time.perf_counter()
@@ -51,7 +51,7 @@ class CompileWatch:
         self.compilations += 1
         self.seconds += time.perf_counter() - self._begun
 
-    def end_warm_up(self) -> None:
+    def mark_warm_up_end(self) -> None:
         """Mark the end of the warm-up. Each later compilation counts as a recompilation."""
         self._warm = self.compilations
 

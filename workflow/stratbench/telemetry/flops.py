@@ -31,11 +31,11 @@ def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) ->
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from stratbench.workload.known_values import KnownFakes
+    from stratbench.workload.known_values import KnownValueFakeMode
     from stratbench.workload.torch_internals import make_flop_formulas
 
     # Fake tensors take the place of the meta device, which models can detect.
-    with KnownFakes():
+    with KnownValueFakeMode():
         # The model is in evaluation mode, because BatchNorm refuses to train on a single sample.
         model = build().eval()
         text = len(input_shape) == 1
@@ -50,14 +50,16 @@ def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) ->
         if all(p.requires_grad for p in model.parameters()):
             training = TRAINING_FLOPS * forward
         else:
-            own = uncounted | {torch.ops.aten.convolution_backward: _count_convolution_backward}
+            own = uncounted | {
+                torch.ops.aten.convolution_backward: _count_convolution_backward_flops
+            }
             with FlopCounterMode(display=False, custom_mapping=own) as counter:
                 model(x).sum().backward()
             training = min(counter.get_total_flops(), TRAINING_FLOPS * forward)
     return {"forward_flops_per_sample": forward, "training_flops_per_sample": training}
 
 
-def _count_convolution_backward(
+def _count_convolution_backward_flops(
     grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_named: Any
 ) -> int:
     """Return the floating-point operations of a convolution's backward, given the shapes of its tensors.

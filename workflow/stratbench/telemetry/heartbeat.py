@@ -44,7 +44,7 @@ class Heartbeat:
         self._calls = 0
         self._steps = self._longest_step_ns = self._longest_pause_ns = 0
         self._last_ns = monotonic_ns()
-        self._write_file()
+        self._write_times()
 
     def record_step(self) -> None:
         """Store that a training step has ended or, on CUDA, that the host has queued it."""
@@ -54,7 +54,7 @@ class Heartbeat:
             self._longest_step_ns = span_ns
         self._last_ns = now_ns
         self._steps += 1
-        self._write_file()
+        self._write_times()
 
     def record_group_call(self, group_number: int) -> None:
         """Store that the worker calls a shard group, where workers may wait for each other."""
@@ -65,7 +65,7 @@ class Heartbeat:
             self._calls += 1
             _CALLS.pack_into(self._map, _FORM.size, self._calls)
 
-    def forget_calls(self) -> None:
+    def forget_group_calls(self) -> None:
         """Delete the stored calls of shard groups, because another step begins."""
         self._calls = 0
         _CALLS.pack_into(self._map, _FORM.size, 0)
@@ -75,9 +75,9 @@ class Heartbeat:
         now_ns = monotonic_ns()
         self._longest_pause_ns = max(self._longest_pause_ns, now_ns - self._last_ns)
         self._last_ns = now_ns
-        self._write_file()
+        self._write_times()
 
-    def _write_file(self) -> None:
+    def _write_times(self) -> None:
         _FORM.pack_into(
             self._map, 0, self._steps, self._last_ns, self._longest_step_ns, self._longest_pause_ns
         )

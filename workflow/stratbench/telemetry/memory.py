@@ -61,7 +61,7 @@ class MemoryMeter:
             return
         gc.collect()
         _trim_heap()
-        self._method = _reset_high_water_mark()
+        self._method = _reset_peak_resident_memory()
         self._base_bytes = _read_resident_bytes()
 
     def read(self) -> dict[str, int | str]:
@@ -190,7 +190,7 @@ def _trim_heap() -> None:
         return
 
 
-def _reset_high_water_mark() -> str:
+def _reset_peak_resident_memory() -> str:
     """Set the kernel's record of peak resident memory (VmHWM) to the present resident memory.
 
     A write to /proc/self/clear_refs does this (proc(5)). It fails in containers that mount /proc read-only,
@@ -202,17 +202,17 @@ def _reset_high_water_mark() -> str:
     try:
         _CLEAR_REFS.write_text("5", encoding="utf-8")
     except OSError:
-        return METHOD_LIFETIME if _read_status_bytes("VmHWM") is not None else METHOD_MAXRSS
+        return METHOD_LIFETIME if _read_process_status_bytes("VmHWM") is not None else METHOD_MAXRSS
     return METHOD_RESET
 
 
 def _read_resident_bytes() -> int:
-    status_bytes = _read_status_bytes("VmRSS")
+    status_bytes = _read_process_status_bytes("VmRSS")
     return psutil.Process().memory_info().rss if status_bytes is None else status_bytes
 
 
 def _read_peak_resident_bytes(method: str) -> int:
-    peak_bytes = None if method == METHOD_MAXRSS else _read_status_bytes("VmHWM")
+    peak_bytes = None if method == METHOD_MAXRSS else _read_process_status_bytes("VmHWM")
     if peak_bytes is not None:
         return peak_bytes
     # Without VmHWM, ru_maxrss is used. It is an upper bound, since a program inherits the peak of the program
@@ -221,7 +221,7 @@ def _read_peak_resident_bytes(method: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-def _read_status_bytes(field: str) -> int | None:
+def _read_process_status_bytes(field: str) -> int | None:
     """Return the bytes in a field of /proc/self/status, or None if the field is missing."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()

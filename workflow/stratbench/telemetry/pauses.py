@@ -120,13 +120,13 @@ class PauseWatch:
 def _read_clocks(schedstat_file: Any) -> _ClockReading:
     """Read the clocks and the waits for a core at one moment; repeat if the thread has just waited."""
     while True:
-        waited_s = _read_waited_seconds(schedstat_file)
+        waited_s = _read_core_wait_s(schedstat_file)
         moment = _ClockReading(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
-        if _read_waited_seconds(schedstat_file) == waited_s:
+        if _read_core_wait_s(schedstat_file) == waited_s:
             return moment
 
 
-def _read_waited_seconds(schedstat_file: Any) -> float:
+def _read_core_wait_s(schedstat_file: Any) -> float:
     """Return how many seconds this thread has waited for a CPU core so far.
 
     The result is 0 if the kernel does not count such waits.

@@ -38,7 +38,7 @@ def collect_worker_provenance(
         "device": str(device),
         "host": collect_host_facts(),
         "load_1m": os.getloadavg()[0],
-        "software": _list_software(),
+        "software": _list_software_versions(),
         "flags": _list_torch_flags(),
         "environment": environment.select_training_variables(os.environ),
     }
@@ -58,7 +58,7 @@ def collect_host_facts() -> dict[str, Any]:
     return collect_node_facts() | threads
 
 
-def hash_state(state_dict: Mapping[str, torch.Tensor]) -> str:
+def hash_state_dict(state_dict: Mapping[str, torch.Tensor]) -> str:
     """Return the SHA-256 of the weights in a model's state dict.
 
     The hash is over the name, dtype, shape and bytes of each, sorted by name. Equal weights have equal
@@ -88,7 +88,7 @@ def hash_state(state_dict: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _list_software() -> dict[str, Any]:
+def _list_software_versions() -> dict[str, Any]:
     versions: dict[str, Any] = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:

@@ -167,7 +167,7 @@ class CellProcesses:
         rows = []
         for label, process in list(self._processes.items()):
             try:
-                figures = _measure_process(process)
+                figures = _read_cpu_time_and_memory(process)
                 below = process.children(recursive=True) if label in self._with_below else []
             except psutil.Error:
                 del self._processes[label]
@@ -175,7 +175,7 @@ class CellProcesses:
             each = {process.pid: figures}
             for other in below:
                 with contextlib.suppress(psutil.Error):
-                    each[other.pid] = _measure_process(other)
+                    each[other.pid] = _read_cpu_time_and_memory(other)
             row = {
                 "kind": "process",
                 "id": label,
@@ -196,7 +196,7 @@ class CellProcesses:
         used_s = sum(t - before.get(pid, 0.0) for pid, t in cpu_times_s.items())
         return {"cpu_pct": round(100 * used_s / (now_s - then_s), 1)}
 
-    def list_cores(self) -> set[int]:
+    def list_bound_cores(self) -> set[int]:
         """Return the CPU cores on which at least one of the processes may run."""
         cores: set[int] = set()
         for process in self._processes.values():
@@ -207,7 +207,7 @@ class CellProcesses:
         return cores
 
 
-def _measure_process(process: psutil.Process) -> tuple[float, int]:
+def _read_cpu_time_and_memory(process: psutil.Process) -> tuple[float, int]:
     """Return the CPU time in seconds and the resident bytes of a process.
 
     Raises:
@@ -291,13 +291,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     stop, wake = threading.Event(), threading.Event()
 
-    def on_signal(number: int, frame: object) -> None:
+    def handle_signal(number: int, frame: object) -> None:
         if number != _WAKE:
             stop.set()
         wake.set()
 
     for number in (signal.SIGTERM, signal.SIGINT, _WAKE):
-        signal.signal(number, on_signal)
+        signal.signal(number, handle_signal)
     _set_lowest_priority()
     gpus = find_gpus(options.gpus, Nvml())
     watch = options.foreign_processes and ForeignProcessWatch(
@@ -306,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         # `sample_until` writes each sample at once, so that only whole rows remain if the sampler is killed.
         with options.out.open("w", newline="", encoding="utf-8") as file:
-            sample_until(
+            write_samples_until_stop(
                 stop,
                 wake,
                 file,
@@ -324,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def sample_until(
+def write_samples_until_stop(
     stop: threading.Event,
     wake: threading.Event,
     file: TextIO,
@@ -358,21 +358,21 @@ def sample_until(
     while True:
         ending = stop.is_set() or os.getppid() != parent_pid
         if watched.read_new_processes():
-            _bind_to_cores(allowed_cores - watched.list_cores())
+            _bind_to_cores(allowed_cores - watched.list_bound_cores())
         t_s = round(time.monotonic() - origin_s, 3)
         rows = [{"t_s": t_s} | row for row in (host.sample(), *watched.sample_processes())]
         pcie_snapshots = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
         rows += sample_gpus(gpus, origin_s, pcie_snapshots)
-        file.write(_format_csv({"node": node} | row for row in rows))
+        file.write(_format_samples_as_csv({"node": node} | row for row in rows))
         file.flush()
         if foreign_processes is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
             foreign_processes.poll_gpus(t_s)
         if ending:
             if foreign_processes is not None:
-                foreign_processes.write_file()
+                foreign_processes.write_foreign_processes()
             return
         count += in_time
-        in_time = _wait_until_due(wake, begun_s + count * period_s, parent_pid)
+        in_time = _wait_for_next_sample(wake, begun_s + count * period_s, parent_pid)
         wake.clear()
 
 
@@ -380,7 +380,7 @@ def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
     """Return the GPUs with these names, and print the names of GPUs that cannot be sampled."""
     gpus = []
     for name in names:
-        if (gpu := nvml.find_named_gpu(name)) is not None:
+        if (gpu := nvml.find_gpu_by_name(name)) is not None:
             gpus.append(gpu)
             continue
         reason = nvml.reason or "it is unknown, or divided into MIG instances"
@@ -414,7 +414,7 @@ def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> l
     return rows
 
 
-def _wait_until_due(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
+def _wait_for_next_sample(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
     """Wait until the time `due_s`, or until `wake` is set or the parent process has ended.
 
     Returns:
@@ -428,7 +428,7 @@ def _wait_until_due(wake: threading.Event, due_s: float, parent_pid: int) -> boo
             return True
 
 
-def _format_csv(rows: Any) -> str:
+def _format_samples_as_csv(rows: Any) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, SAMPLE_COLUMNS, restval="", lineterminator="\n")
     writer.writerows(rows)

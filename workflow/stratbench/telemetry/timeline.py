@@ -110,7 +110,7 @@ class PhaseInterval(NamedTuple):
     end_s: float
 
 
-def read_phases(paths: Iterable[str | os.PathLike[str]]) -> list[PhaseInterval]:
+def read_phase_intervals(paths: Iterable[str | os.PathLike[str]]) -> list[PhaseInterval]:
     """Return the intervals of all phases in these logs of ranks, sorted by start.
 
     A phase without an end ends at infinity. A missing log has no phases. A line that a kill has truncated is
@@ -146,7 +146,7 @@ def merge_timeline(
         phase_logs: Phase logs of the ranks.
         out: File to write.
     """
-    intervals = read_phases(phase_logs)
+    intervals = read_phase_intervals(phase_logs)
     by_rank: dict[int, list[PhaseInterval]] = {}
     for interval in intervals:
         by_rank.setdefault(interval.rank, []).append(interval)
@@ -163,7 +163,7 @@ def merge_timeline(
         for row in rows:
             rank = parse_rank(row["id"]) if row["kind"] == "process" else None
             mine = by_rank.get(lowest if rank is None else rank, [])
-            writer.writerow(row | {"phase": _find_phase(mine, row["t_s"])})
+            writer.writerow(row | {"phase": _find_phase_at(mine, row["t_s"])})
 
 
 def read_samples(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -201,9 +201,9 @@ def compute_energy_joules(
     Returns:
         The energy, or None without intervals, or if a GPU's samples do not cover one of its intervals.
     """
-    of_gpu = _read_energy_series(sample_csvs)
+    of_gpu = _read_energy_samples_by_gpu(sample_csvs)
     parts = [
-        of_gpu[gpu].compute_joules(*interval) if gpu in of_gpu else None
+        of_gpu[gpu].compute_joules_between(*interval) if gpu in of_gpu else None
         for gpu, its in intervals.items()
         for interval in its
     ]
@@ -217,12 +217,12 @@ class _EnergySeries:
         self.counter: list[tuple[float, float]] = []
         self.power: list[tuple[float, float]] = []
 
-    def compute_joules(self, t0_s: float, t1_s: float) -> float | None:
+    def compute_joules_between(self, t0_s: float, t1_s: float) -> float | None:
         counted = _compute_energy_by_counter(self.counter, t0_s, t1_s)
         return _compute_energy_by_power(self.power, t0_s, t1_s) if counted is None else counted
 
 
-def _read_energy_series(
+def _read_energy_samples_by_gpu(
     sample_csvs: Iterable[str | os.PathLike[str]],
 ) -> dict[tuple[str, str], _EnergySeries]:
     by_gpu: dict[tuple[str, str], _EnergySeries] = {}
@@ -249,7 +249,7 @@ def _iter_log_entries(path: Path) -> Iterator[dict[str, Any]]:
             yield entry
 
 
-def _find_phase(intervals: list[PhaseInterval], t_s: float) -> str:
+def _find_phase_at(intervals: list[PhaseInterval], t_s: float) -> str:
     last = bisect.bisect_right(intervals, t_s, key=lambda interval: interval.start_s)
     for interval in reversed(intervals[:last]):
         if t_s < interval.end_s:
@@ -264,14 +264,14 @@ def _compute_energy_by_counter(
     # The counter has decreased, because the driver was reloaded.
     if values != sorted(values):
         return None
-    at_start, at_end = _interpolate(series, t0_s), _interpolate(series, t1_s)
+    at_start, at_end = _interpolate_at(series, t0_s), _interpolate_at(series, t1_s)
     return None if at_start is None or at_end is None else at_end - at_start
 
 
 def _compute_energy_by_power(
     series: list[tuple[float, float]], t0_s: float, t1_s: float
 ) -> float | None:
-    at_start, at_end = _interpolate(series, t0_s), _interpolate(series, t1_s)
+    at_start, at_end = _interpolate_at(series, t0_s), _interpolate_at(series, t1_s)
     if at_start is None or at_end is None:
         return None
     inside = [(t, watts) for t, watts in series if t0_s < t < t1_s]
@@ -282,7 +282,7 @@ def _compute_energy_by_power(
     )
 
 
-def _interpolate(series: list[tuple[float, float]], t_s: float) -> float | None:
+def _interpolate_at(series: list[tuple[float, float]], t_s: float) -> float | None:
     after = bisect.bisect_left(series, t_s, key=lambda point: point[0])
     if after == len(series):
         return None

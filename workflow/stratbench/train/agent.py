@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 from stratbench.cell.extensions import import_attribute
 from stratbench.cell.run_folder import format_worker_name
 from stratbench.telemetry.machine.busy import measure_other_load
-from stratbench.telemetry.machine.foreign_processes import locate_gpu
+from stratbench.telemetry.machine.foreign_processes import identify_gpu
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import gpu_locks, standing
-from stratbench.train.forkserver import Process, is_shared_with_same_gpus, run_fork_server
+from stratbench.train.forkserver import Process, is_shared_server_on_same_gpus, run_fork_server
 from stratbench.train.job import Job
 from stratbench.train.locks import create_scratch_folder
 from stratbench.train.nodes.interface import set_gloo_interface
@@ -68,7 +68,7 @@ class Exits:
 
     processes: list[ProcessExit]
     #: Whether the agent ended the processes because the cell's time limit was reached.
-    timed_out: bool
+    reached_time_limit: bool
     #: Whether the agent ended the processes because no worker made progress.
     has_hung: bool = False
     #: Names of processes whose failure the cell tolerates: the others could continue.
@@ -93,7 +93,7 @@ class NodeProcesses:
         """Return whether the cell can continue after the process with this name has failed."""
         return False
 
-    def cannot_succeed(self, ended: Mapping[str, int]) -> bool:
+    def is_success_impossible(self, ended: Mapping[str, int]) -> bool:
         """Return whether the cell can no longer succeed, given the processes that have ended.
 
         Args:
@@ -123,7 +123,7 @@ def create_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
 def start_fork_server(job: Job) -> AbstractContextManager[Path]:
     """Return a context in which a fork server runs for the cell. The context yields its address."""
     return run_fork_server(
-        may_share=job.is_in_block or not job.use_cuda or is_shared_with_same_gpus()
+        may_share=job.is_in_block or not job.use_cuda or is_shared_server_on_same_gpus()
     )
 
 
@@ -136,7 +136,9 @@ def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
     ]
 
 
-def run_node(job: Job, node: int, factory_path: str = f"{__name__}:create_node_processes") -> Exits:
+def run_node_processes(
+    job: Job, node: int, factory_path: str = f"{__name__}:create_node_processes"
+) -> Exits:
     """Start the processes of a cell on one node, and return their exits.
 
     The call waits for the end of the processes.
@@ -147,10 +149,10 @@ def run_node(job: Job, node: int, factory_path: str = f"{__name__}:create_node_p
         factory_path: Path, as "module:function", of the context manager that creates the processes, such as
             `create_node_processes`.
     """
-    set_environment(job, job.n_nodes == 1)
+    set_process_environment(job, job.n_nodes == 1)
     with import_attribute(factory_path)(job, node) as group:
         processes = group.processes
-        gpus = assign_gpus(job, node)
+        gpus = assign_gpus_to_workers(job, node)
         job.folder.write_process_locations(
             node, locate_processes([p.name for p in processes], gpus)
         )
@@ -165,15 +167,19 @@ def run_node(job: Job, node: int, factory_path: str = f"{__name__}:create_node_p
         try:
             # The load of other programs is measured before the training. Only the cell's fork server may run
             # already.
-            job.folder.write_other_load(node, measure_other_load())
+            job.folder.write_load_of_other_processes(node, measure_other_load())
             for p in processes:
                 p.start()
                 sampler.watch_process(p.name, p.pid, with_descendants=p.starts_others)
             exits = wait_for_exits(group, watch)
-            failed = exits.timed_out or exits.has_hung or any(p.exit_code for p in exits.processes)
+            failed = (
+                exits.reached_time_limit
+                or exits.has_hung
+                or any(p.exit_code for p in exits.processes)
+            )
             if failed:
                 watch.wait_for_latest_reading()
-                late, since_s = exits.timed_out, watch.awake_since_s
+                late, since_s = exits.reached_time_limit, watch.awake_since_s
                 standing.write_worker_states(job, node, processes, late, since_s)
             failed_names = (p.name for p in exits.processes if p.exit_code != 0)
             return replace(
@@ -186,7 +192,7 @@ def run_node(job: Job, node: int, factory_path: str = f"{__name__}:create_node_p
             write_worker_pauses(job, node, watch)
 
 
-def set_environment(job: Job, on_one_host: bool) -> None:
+def set_process_environment(job: Job, on_one_host: bool) -> None:
     """Set the environment variables that all processes of a cell inherit.
 
     Args:
@@ -210,7 +216,7 @@ def set_environment(job: Job, on_one_host: bool) -> None:
         gpu_locks.set_visible_gpus([])
 
 
-def assign_gpus(job: Job, node: int) -> dict[str, str]:
+def assign_gpus_to_workers(job: Job, node: int) -> dict[str, str]:
     """Return the GPU of each worker on this node as a dict by worker name.
 
     The GPUs are named as in CUDA_VISIBLE_DEVICES.
@@ -226,7 +232,7 @@ def locate_processes(names: list[str], gpus: dict[str, str]) -> dict[str, dict[s
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
     return {
-        name: host | ({"gpu": locate_gpu(nvml, gpus[name])} if name in gpus else {})
+        name: host | ({"gpu": identify_gpu(nvml, gpus[name])} if name in gpus else {})
         for name in dict.fromkeys([*names, *gpus])
     }
 
@@ -250,13 +256,15 @@ def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
         if (
             deadline_s := compute_extended_deadline_s(job, watch)
         ) is not None and now >= deadline_s:
-            return Exits(_list_exits(processes, ended), timed_out=True)
+            return Exits(_list_process_exits(processes, ended), reached_time_limit=True)
         if grace_ends is not None and now >= grace_ends:
             break
         if now >= next_look:
             watch.wait_for_latest_reading()
             if group.are_workers_hung(watch.awake_since_s):
-                return Exits(_list_exits(processes, ended), timed_out=False, has_hung=True)
+                return Exits(
+                    _list_process_exits(processes, ended), reached_time_limit=False, has_hung=True
+                )
             next_look = now + LOOK_S
         until = min(
             t for t in (deadline_s, grace_ends, now + (group.poll_s or LOOK_S)) if t is not None
@@ -270,9 +278,9 @@ def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
         for p in running.values():
             if p.name not in ended and p.name in abandoned:
                 p.kill()
-        if grace_ends is None and group.cannot_succeed(ended):
+        if grace_ends is None and group.is_success_impossible(ended):
             grace_ends = time.monotonic() + GRACE_S
-    return Exits(_list_exits(processes, ended), timed_out=False)
+    return Exits(_list_process_exits(processes, ended), reached_time_limit=False)
 
 
 def compute_extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
@@ -288,7 +296,9 @@ def compute_extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
     return job.deadline_s + watch.total_pause_s
 
 
-def _list_exits(processes: Sequence[Process], exit_codes: dict[str, int]) -> list[ProcessExit]:
+def _list_process_exits(
+    processes: Sequence[Process], exit_codes: dict[str, int]
+) -> list[ProcessExit]:
     return [ProcessExit(p.name, exit_codes.get(p.name)) for p in processes]
 
 
@@ -333,7 +343,9 @@ def main() -> None:
     node = int(os.environ["SLURM_NODEID"])
     try:
         with create_scratch_folder() as local:
-            exits = run_node(job.for_another_node(args.spent_s, local), node, args.processes)
+            exits = run_node_processes(
+                job.for_another_node(args.spent_s, local), node, args.processes
+            )
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)
     for p in exits.processes:
@@ -341,7 +353,7 @@ def main() -> None:
     failed = any(
         p.exit_code != 0 and p.name not in exits.tolerated_processes for p in exits.processes
     )
-    sys.exit(1 if exits.timed_out or exits.has_hung or failed else 0)
+    sys.exit(1 if exits.reached_time_limit or exits.has_hung or failed else 0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from stratbench.strategies.base import Strategy
 from stratbench.strategies.mesh import Mesh
 from stratbench.telemetry.git import read_git_state
 from stratbench.train import efficiency
-from stratbench.train.ending import Ending
+from stratbench.train.ending import CellEnding
 from stratbench.train.inputs import build_data_entry, build_model_entry, build_task_entry
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import build_pauses_entry
@@ -29,7 +29,7 @@ from stratbench.workload.data import prepared
 from stratbench.workload.data.sources import DataError
 
 
-def make_record(job: Job, ending: Ending) -> Record:
+def make_record(job: Job, ending: CellEnding) -> Record:
     """Return the record of a cell that ended with a result (such as ok, oom or timeout)."""
     # The end of the cell is now: assembling the record may take seconds.
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)
@@ -37,7 +37,7 @@ def make_record(job: Job, ending: Ending) -> Record:
     runner = create_runner(s)
     whole = [w for w in runner.workers(job) if "phases_s" in w]
     first = next((w for w in whole if w["per_epoch"]), whole[0] if whole else {})
-    meta = prepared.read_verified_meta(job.data_dir)
+    meta = prepared.read_verified_metadata(job.data_dir)
     if meta != job.data:
         raise DataError(
             f"{job.data_dir} was prepared again while the cell trained; start the cell again"
@@ -59,16 +59,16 @@ def make_record(job: Job, ending: Ending) -> Record:
         "batch": build_batch_entry(s, strategy, meta, run),
         "time": build_time_entry(job, strategy, whole, first, run, runner.is_gang)
         | {
-            "breakdown_ms": efficiency.compute_mean_phases_ms(whole, communication),
-            **efficiency.compute_bubble_shares(whole),
+            "breakdown_ms": efficiency.compute_mean_phase_times_ms(whole, communication),
+            **efficiency.compute_bubble_share(whole),
             "total_s": total_s,
             **({} if job.queue_wait_s is None else {"queue_wait_s": job.queue_wait_s}),
         },
         "compute": efficiency.compute_flops_and_mfu(job, whole, run, runner.is_gang),
         "communication": communication,
         "energy": efficiency.build_energy_entry(job, run, runner.read_gpu_intervals(job, whole)),
-        "memory": find_largest_memory(whole)
-        | list_memory_by_stage(whole, get_mesh(s.strategy, s.options, s.gpus)),
+        "memory": find_largest_worker_memory(whole)
+        | list_peak_memory_by_stage(whole, get_mesh(s.strategy, s.options, s.gpus)),
         "score": build_score_entry(
             ending, first, run.get("per_epoch") or runner.epochs(job), task["better"]
         ),
@@ -173,7 +173,10 @@ def build_time_entry(
 
 
 def build_score_entry(
-    ending: Ending, worker: dict[str, Any], per_epoch: list[dict[str, Any]], better_direction: str
+    ending: CellEnding,
+    worker: dict[str, Any],
+    per_epoch: list[dict[str, Any]],
+    better_direction: str,
 ) -> dict[str, Any]:
     """Return the entry `score` of the record.
 
@@ -285,7 +288,7 @@ def find_longest_phase_s(workers: list[dict[str, Any]], phase_key: str) -> float
     )
 
 
-def find_largest_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
+def find_largest_worker_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the memory values of the worker with the highest peak, and the largest model states."""
     if not workers:
         return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
@@ -301,12 +304,15 @@ def find_largest_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def list_memory_by_stage(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+def list_peak_memory_by_stage(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
     """Return the peak memory of each pipeline stage: that of its worker with the highest peak.
 
     The dict is empty without stages.
     """
-    each = [[w for w in workers if mesh.place(w["rank"]).stage == i] for i in range(mesh.stages)]
+    each = [
+        [w for w in workers if mesh.get_coordinate(w["rank"]).stage == i]
+        for i in range(mesh.stages)
+    ]
     if mesh.stages == 1 or not all(each):
         return {}
     worst = [max(ws, key=lambda w: w["memory"]["peak_bytes"])["memory"] for ws in each]
@@ -329,8 +335,12 @@ def build_provenance_entry(job: Job, finished: datetime) -> dict[str, Any]:
         "threads_per_worker": job.threads,
         "device": "cuda" if job.use_cuda else "cpu",
         **({"planned_repeats": job.planned_repeats} if job.planned_repeats else {}),
-        **({"software_gpu": True} if job.use_cuda and software_gpu.is_installed() else {}),
-        "busy_at_start": job.folder.read_other_load(),
+        **(
+            {"software_gpu": True}
+            if job.use_cuda and software_gpu.is_software_gpu_installed()
+            else {}
+        ),
+        "busy_at_start": job.folder.read_load_of_other_processes(),
         "gpus": {
             name: device["gpu"] | {"node": job.compute_node(parse_rank(name))}
             for name, device in job.folder.read_process_locations().items()

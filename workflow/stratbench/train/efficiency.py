@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stratbench.telemetry.machine.hardware import find_datasheet
-from stratbench.telemetry.timeline import compute_energy_joules, read_phases
+from stratbench.telemetry.timeline import compute_energy_joules, read_phase_intervals
 from stratbench.train.job import Job
 
 #: Time intervals (start_s, end_s) in which each GPU trained, by host name and GPU number.
@@ -93,7 +93,7 @@ def build_communication_entry(
     return figures
 
 
-def compute_mean_phases_ms(
+def compute_mean_phase_times_ms(
     workers: list[dict[str, Any]], communication: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """Return the mean time in ms of each phase of a step, over all workers.
@@ -127,7 +127,7 @@ def compute_mean_phases_ms(
     return phases or None
 
 
-def compute_bubble_shares(workers: list[dict[str, Any]]) -> dict[str, float]:
+def compute_bubble_share(workers: list[dict[str, Any]]) -> dict[str, float]:
     """Return the measured share of a step in which workers waited for other pipeline stages.
 
     The dict has the key `bubble_share`. It is empty unless every worker has measured such waits.
@@ -138,7 +138,7 @@ def compute_bubble_shares(workers: list[dict[str, Any]]) -> dict[str, float]:
     return {"bubble_share": sum(waits) / sum(sum(w["breakdown_ms"].values()) for w in workers)}
 
 
-def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
+def read_gpu_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
     """Return the time intervals in which each GPU trained, or None if a GPU's are unknown."""
     if len(workers) < job.world_size:
         return None
@@ -149,7 +149,7 @@ def read_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> I
             return None
         log = job.folder.get_phase_log_path(w["rank"])
         intervals[w["provenance"]["host"]["name"], str(index)] = [
-            (i.start_s, i.end_s) for i in read_phases([log]) if i.phase == "train"
+            (i.start_s, i.end_s) for i in read_phase_intervals([log]) if i.phase == "train"
         ]
     return intervals
 

@@ -17,15 +17,15 @@ from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
 from stratbench.train.standing import (
     failed_at_limit_reason,
-    find_first_unequal_step,
+    find_first_step_with_unequal_calls,
     hang_reason,
     read_worker_states,
 )
-from stratbench.workload.users_code import different_calls_reason
+from stratbench.workload.users_code import different_group_calls_reason
 
 
 @dataclass(frozen=True)
-class Ending:
+class CellEnding:
     """How a cell ended: the record's status, or `error`; and the reason, or None if `ok`."""
 
     status: str
@@ -34,15 +34,17 @@ class Ending:
 
 #: Results of workers by rank.
 Workers = Mapping[int, Mapping[str, Any]]
-KILLED_FOR_MEMORY = Ending("oom", "the kernel killed a process because the host had no memory left")
+KILLED_FOR_MEMORY = CellEnding(
+    "oom", "the kernel killed a process because the host had no memory left"
+)
 
 
 def classify_ending(
     job: Job,
     exits: Exits,
     oom_kills_before: int | None = None,
-    classify_without_oom: Callable[[Job, Exits, Workers], Ending] | None = None,
-) -> Ending:
+    classify_without_oom: Callable[[Job, Exits, Workers], CellEnding] | None = None,
+) -> CellEnding:
     """Return how a cell ended, judged by its processes' files and exit codes.
 
     A cause has precedence over its consequences: if one worker is out of memory or killed, other workers
@@ -56,18 +58,20 @@ def classify_ending(
             None: `classify_collective`.
     """
     workers = job.folder.read_worker_results(job.world_size)
-    if refused := find_first_reason(workers, "unsupported"):
-        return Ending("unsupported", refused)
-    if find_first_reason(workers, "oom"):
+    if refused := find_first_reason_with_status(workers, "unsupported"):
+        return CellEnding("unsupported", refused)
+    if find_first_reason_with_status(workers, "oom"):
         return make_out_of_memory_ending(job, workers)
     if any(p.exit_code == -signal.SIGKILL for p in exits.processes) and has_oom_kill_since(
         oom_kills_before
     ):
         return KILLED_FOR_MEMORY
-    return (classify_without_oom or classify_collective)(job, exits, workers)
+    return (classify_without_oom or classify_collective_ending)(job, exits, workers)
 
 
-def find_first_reason(workers: Mapping[int, Mapping[str, Any]], status: str) -> str | None:
+def find_first_reason_with_status(
+    workers: Mapping[int, Mapping[str, Any]], status: str
+) -> str | None:
     """Return the reason that the first worker with this status gives, or None without such a worker."""
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
@@ -93,7 +97,9 @@ def find_error_cause(
     return next(iter(causes or ([] if reached_time_limit else errors)), None)
 
 
-def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
+def classify_collective_ending(
+    job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]
+) -> CellEnding:
     """Return how a cell without parameter servers ended, unless for lack of memory.
 
     Args:
@@ -101,51 +107,57 @@ def classify_collective(job: Job, exits: Exits, workers: Mapping[int, Mapping[st
         exits: How the cell's processes exited.
         workers: Results of the workers by rank.
     """
-    s, step = job.settings, find_first_unequal_step(read_worker_states(job))
+    s, step = job.settings, find_first_step_with_unequal_calls(read_worker_states(job))
     # This cause comes first: if workers call different collectives, gloo aborts and NCCL waits forever.
     if step is not None:
-        return Ending("unsupported", different_calls_reason(s.model, s.strategy, f"step {step}"))
+        return CellEnding(
+            "unsupported", different_group_calls_reason(s.model, s.strategy, f"step {step}")
+        )
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
-        return Ending("error", read_watchdog_reason(job, killed) or str(killed[0]))
-    if reason := find_error_cause(workers, reached_time_limit=exits.timed_out):
+        return CellEnding("error", read_nccl_watchdog_reason(job, killed) or str(killed[0]))
+    if reason := find_error_cause(workers, reached_time_limit=exits.reached_time_limit):
         # `reason` is from a worker that has waited too long in a collective. Others, which still run, did not
         # reach it.
         waits = hang_reason(read_worker_states(job)) if "Timed out waiting" in reason else None
-        return Ending("error", f"{reason}; {waits}" if waits else reason)
-    if exits.timed_out or exits.has_hung:
-        return make_ending_at_limit(job, exits)
+        return CellEnding("error", f"{reason}; {waits}" if waits else reason)
+    if exits.reached_time_limit or exits.has_hung:
+        return make_hang_or_limit_ending(job, exits)
     lost = [p for p in exits.processes if p.exit_code not in (0, None)]
     if lost:
-        return Ending("error", str(lost[0]))
+        return CellEnding("error", str(lost[0]))
     if len(workers) < job.world_size:
         missing = sorted(set(range(job.world_size)) - set(workers))
-        return Ending("error", f"ranks {missing} ended without a result")
-    if diverged := find_first_reason(workers, "diverged"):
-        return Ending("diverged", diverged)
-    return Ending("ok", None)
+        return CellEnding("error", f"ranks {missing} ended without a result")
+    if diverged := find_first_reason_with_status(workers, "diverged"):
+        return CellEnding("diverged", diverged)
+    return CellEnding("ok", None)
 
 
-def make_ending_at_limit(job: Job, exits: Exits) -> Ending:
+def make_hang_or_limit_ending(job: Job, exits: Exits) -> CellEnding:
     """Return the ending of a cell that the agent ended because it hung or reached its time limit.
 
     Only a slow cell has a result, `timeout`.
     """
     if exits.has_hung:
-        return Ending(
+        return CellEnding(
             "error", hang_reason(read_worker_states(job)) or "it hangs: no worker made progress"
         )
-    return make_error_or_timeout(job, failed_at_limit_reason(job))
+    return make_time_limit_ending(job, failed_at_limit_reason(job))
 
 
-def make_error_or_timeout(job: Job, failure_reason: str | None) -> Ending:
+def make_time_limit_ending(job: Job, failure_reason: str | None) -> CellEnding:
     """Return the ending of a cell at its time limit: an error with a reason, else `timeout`."""
-    return Ending("error", failure_reason) if failure_reason else make_timeout(job.time_limit_s)
+    return (
+        CellEnding("error", failure_reason)
+        if failure_reason
+        else make_timeout_ending(job.time_limit_s)
+    )
 
 
-def make_timeout(limit_s: float) -> Ending:
+def make_timeout_ending(limit_s: float) -> CellEnding:
     """Return the ending `timeout` of a cell that reached its time limit."""
-    return Ending("timeout", f"the cell's limit of {limit_s:g} s was reached")
+    return CellEnding("timeout", f"the cell's limit of {limit_s:g} s was reached")
 
 
 #: Messages that PyTorch's NCCL watchdog writes before it ends a process by SIGABRT. The first kind names the
@@ -156,7 +168,7 @@ _WATCHDOG_SAYS = (
 )
 
 
-def read_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
+def read_nccl_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
     """Return the last message of NCCL's watchdog in the log of a process that the watchdog ended.
 
     The message is about an error of a communicator, or a collective that took longer than
@@ -173,7 +185,7 @@ def read_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
     return None
 
 
-def make_out_of_memory_ending(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> Ending:
+def make_out_of_memory_ending(job: Job, workers: Mapping[int, Mapping[str, Any]]) -> CellEnding:
     """Return the ending of a cell in which a worker had no memory left.
 
     The ending is the result `oom`, or an error if other programs used the GPU as well.
@@ -181,14 +193,14 @@ def make_out_of_memory_ending(job: Job, workers: Mapping[int, Mapping[str, Any]]
     lacking = {rank: w for rank, w in workers.items() if w["status"] == "oom"}
     for worker in lacking.values():
         if not worker.get("others"):
-            return Ending("oom", worker["reason"])
+            return CellEnding("oom", worker["reason"])
     rank, worker = next(iter(lacking.items()))
     name, others = format_worker_name(rank), worker["others"]
     device = job.folder.read_process_locations().get(name, {})
     where = f"{describe_gpu(device.get('gpu', {}))} of {device.get('host')}"
     texts = [f"process {p['pid']} {_format_gib(p['bytes'])}" for p in others["processes"]]
     listed = ", ".join(texts) or f"others {_format_gib(others['others_bytes'])}"
-    return Ending(
+    return CellEnding(
         "error",
         f"{name} had no memory left on {where}, of which others used a part: {listed}. Free the GPU, and "
         f"train the cell again; {worker['reason']}",

@@ -115,10 +115,10 @@ class Process:
         """
         request = self._request | {"env": dict(os.environ), "cwd": os.getcwd()}
         self.sentinel.connect(os.fspath(self._server))
-        greeting = _receive_answer(self.sentinel)
+        greeting = _receive_server_answer(self.sentinel)
         if greeting is not None:
             self.sentinel.sendall(json.dumps(request).encode() + b"\n")
-            self.pid = _receive_answer(self.sentinel)
+            self.pid = _receive_server_answer(self.sentinel)
         if self.pid is not None and self.pid < 0:
             code, self.pid = -self.pid, None
             raise OSError(code, f"{self.name} cannot be forked: {os.strerror(code)}")
@@ -133,7 +133,7 @@ class Process:
         The code is negative if a signal has killed the process.
         """
         if self.exitcode is None and wait([self.sentinel], timeout):
-            code = _receive_answer(self.sentinel)
+            code = _receive_server_answer(self.sentinel)
             # No answer means that the server was killed, and the process with it.
             self.exitcode = -signal.SIGKILL if code is None else code
             self.sentinel.close()
@@ -154,7 +154,7 @@ def run_fork_server(may_share: bool) -> Iterator[Path]:
 
     A new server is started if there is no shared one, or if `may_share` is false. It ends with this context.
     """
-    shared = _find_shared_address() if may_share else None
+    shared = _find_shared_server_address() if may_share else None
     if shared is not None:
         print("PyTorch is imported already: this run's cells share a fork server", flush=True)
         yield shared
@@ -182,7 +182,7 @@ def run_shared_fork_server() -> Iterator[None]:
             server.stop()
 
 
-def is_shared_with_same_gpus() -> bool:
+def is_shared_server_on_same_gpus() -> bool:
     """Return whether the shared fork server was started with the same visible GPUs as this process."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
@@ -206,7 +206,7 @@ def build_socket_path(folder: str | Path) -> Path:
     return Path(folder) / f"{zlib.crc32(sys.prefix.encode()):08x}"
 
 
-def _find_shared_address() -> Path | None:
+def _find_shared_server_address() -> Path | None:
     """Return the socket path of the shared fork server, after it has imported PyTorch.
 
     The result is None if there is no such server.
@@ -220,10 +220,10 @@ def _find_shared_address() -> Path | None:
             probe.connect(os.fspath(path))
         except OSError:
             return None
-        return path if _receive_answer(probe) is not None else None
+        return path if _receive_server_answer(probe) is not None else None
 
 
-def _receive_answer(connection: socket.socket) -> int | None:
+def _receive_server_answer(connection: socket.socket) -> int | None:
     """Return the next answer of the fork server, or None if the server has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
@@ -356,14 +356,14 @@ class _Server:
             os.environ.clear()
             os.environ.update(request["env"])
             os.chdir(request["cwd"])
-            threading.Thread(target=self._die_with_server, daemon=True).start()
+            threading.Thread(target=self._end_with_server, daemon=True).start()
             find_entry_function(request["entry"], self._entries)(*request["args"])
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
 
-    def _die_with_server(self) -> None:
+    def _end_with_server(self) -> None:
         os.read(self._alive, 1)
         os.kill(os.getpid(), signal.SIGKILL)
 

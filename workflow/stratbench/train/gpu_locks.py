@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from glob import glob
 from typing import TYPE_CHECKING
 
-from stratbench.cell.locks import try_lock
+from stratbench.cell.locks import try_to_lock_file
 from stratbench.telemetry.machine import nvml
 from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.train.locks import create_private_folder
@@ -89,7 +89,7 @@ def _find_gpu_uuid(name: str, library: nvml.Nvml) -> str | None:
     # CUDA still accepts older names of MIG instances, which begin with the name of their GPU. NVML does not.
     if library.reason or name.startswith("MIG-GPU-"):
         return name
-    return library.find_uuid(name)
+    return library.find_gpu_uuid(name)
 
 
 def wants_cuda(device: str, visible_gpus: list[str]) -> bool:
@@ -155,9 +155,7 @@ def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]
         yield []
         return
     folder = create_private_folder()
-    locks = {
-        gpu: folder / f"gpu-{name}" for gpu, name in list_lock_file_names(visible_gpus).items()
-    }
+    locks = {gpu: folder / f"gpu-{name}" for gpu, name in list_gpu_lock_names(visible_gpus).items()}
     with ExitStack() as held:
         mine: list[str] = []
         announced = False
@@ -165,7 +163,7 @@ def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]
             for gpu in visible_gpus:
                 if gpu in mine or len(mine) == gpu_count:
                     continue
-                if (descriptor := try_lock(locks[gpu])) is not None:
+                if (descriptor := try_to_lock_file(locks[gpu])) is not None:
                     held.callback(os.close, descriptor)
                     mine.append(gpu)
             if len(mine) < gpu_count:
@@ -182,7 +180,7 @@ def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]
         yield mine
 
 
-def list_lock_file_names(gpus: list[str]) -> dict[str, str]:
+def list_gpu_lock_names(gpus: list[str]) -> dict[str, str]:
     """Return the name of the lock file of each GPU, as a dict by GPU name.
 
     The name is the GPU's full UUID if NVML knows it. A number would not identify the GPU, because a scheduler

@@ -36,7 +36,7 @@ def check_code_and_data(data: Path, s: Settings) -> None:
         )
     for what, spec in ((f"model {s.model!r}", s.own_model), ("its task", s.own_task)):
         if spec:
-            users_code.check_code_unchanged(what, spec)
+            users_code.check_user_code_unchanged(what, spec)
     check_prepared_data(data, s)
 
 
@@ -48,7 +48,7 @@ def check_prepared_data(folder: Path, s: Settings) -> None:
     Raises:
         DataError: If the prepared data do not match or do not suit the settings.
     """
-    meta = prepared.read_meta(folder)
+    meta = prepared.read_unverified_metadata(folder)
     check_data_spec(meta, folder, s)
     if not is_own_data_set(s.data_spec):
         return
@@ -103,7 +103,7 @@ def build_data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def build_unbuilt_model_entry(job: Job) -> dict[str, Any]:
+def build_model_entry_without_worker(job: Job) -> dict[str, Any]:
     """Return the record's entry `model` for a cell in which no worker has built the model."""
     return {
         "parameters": None,
@@ -127,7 +127,7 @@ def build_model_entry(job: Job, model_facts: dict[str, Any] | None) -> dict[str,
         job: Job of the cell.
         model_facts: A worker's description of the model, or None if no worker has built the model.
     """
-    model_facts, spec = model_facts or build_unbuilt_model_entry(job), job.settings.own_model
+    model_facts, spec = model_facts or build_model_entry_without_worker(job), job.settings.own_model
     if spec is None:
         return model_facts
     declared = {"arguments": None, "sharding": None} | model_facts.get("own", {})

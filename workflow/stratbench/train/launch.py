@@ -31,20 +31,20 @@ from typing import Any, Protocol
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import read_last_lines, write_atomic
+from stratbench.cell.files import read_last_lines, write_text_atomically
 from stratbench.cell.parent import terminate_when_ancestor_ends
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.strategies import get_strategy_class
 from stratbench.strategies.needs import check_installed
-from stratbench.study.job_values import insert_values
+from stratbench.study.job_values import insert_job_values
 from stratbench.telemetry.compiling import missing_compiler_reason
 from stratbench.telemetry.machine.foreign_processes import describe_gpu
 from stratbench.telemetry.timeline import merge_timeline
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.inputs import check_code_and_data, check_data_spec
 from stratbench.train.job import Job
-from stratbench.train.locks import Held, create_scratch_folder, lock_cell
+from stratbench.train.locks import LockHeld, create_scratch_folder, lock_cell
 from stratbench.train.nodes.srun import compute_queue_wait_s
 from stratbench.train.running.runner import create_runner
 from stratbench.train.standing import read_stack_calls
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     cell = Cell(**json.loads(args.cell))
     settings = Settings.from_json(args.settings)
 
-    def train(held: ExitStack) -> None:
+    def train_cell_under_lock(held: ExitStack) -> None:
         # If workers are SLURM jobs of their own, a second launcher ends instead of waiting. It would
         # otherwise occupy its own job for the whole training.
         waited = held.enter_context(lock_cell(args.logs, wait=create_runner(settings).is_gang))
@@ -71,10 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         if foreign and record.is_valid_record_of_cell(args.record, args.cell, args.settings):
             print(f"cell {cell}: another launcher has finished it meanwhile; its record stays")
             return
-        truncate_log(args.logs, f"cell {cell}")
+        truncate_launcher_log(args.logs, f"cell {cell}")
         train_locked_cell(args, cell, settings)
 
-    return run_launcher(cell, f"cell {cell}", args.parent, train, lambda: args.logs)
+    return run_launcher(cell, f"cell {cell}", args.parent, train_cell_under_lock, lambda: args.logs)
 
 
 class Failure(RuntimeError):
@@ -85,14 +85,14 @@ class Failure(RuntimeError):
         self.processes = [str(p) for p in processes]
 
 
-class Launched(Protocol):
+class CellOrBlock(Protocol):
     """What a launcher trains: a cell, or a block (a group of short timed runs for a verdict)."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
 
 def run_launcher(
-    launched: Launched,
+    launched: CellOrBlock,
     first_line: str,
     parent_pid: int | None,
     work: Callable[[ExitStack], None],
@@ -122,29 +122,31 @@ def run_launcher(
             return 0
         except agent.Stopped as stopped:
             print(
-                f"{format_cell_title(launched)}: stopped by {stopped}; all its processes were ended",
+                f"{format_cell_or_block_title(launched)}: stopped by {stopped}; all its processes were ended",
                 flush=True,
             )
             return 128 + stopped.signum
-        except Held as e:
+        except LockHeld as e:
             # No evidence is stored: the cell's folder belongs to the launcher that holds the lock.
-            print(f"{format_cell_title(launched)}: {e}", flush=True)
+            print(f"{format_cell_or_block_title(launched)}: {e}", flush=True)
             return 1
         except Failure as e:
-            return store_failure(get_log_dir(), launched, str(e), e.processes)
+            return store_failure_evidence(get_log_dir(), launched, str(e), e.processes)
         except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
-            return store_failure(get_log_dir(), launched, str(e), [])
+            return store_failure_evidence(get_log_dir(), launched, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
-            return store_failure(get_log_dir(), launched, f"{type(e).__name__}: {e}", [], trace)
+            return store_failure_evidence(
+                get_log_dir(), launched, f"{type(e).__name__}: {e}", [], trace
+            )
 
 
-def format_cell_title(launched: Launched) -> str:
+def format_cell_or_block_title(launched: CellOrBlock) -> str:
     """Return the kind and the name of a cell or block, to begin a message with."""
     return f"{'cell' if isinstance(launched, Cell) else 'block'} {launched}"
 
 
-def truncate_log(logs: Path, first_line: str) -> None:
+def truncate_launcher_log(logs: Path, first_line: str) -> None:
     """Truncate the log of this launcher to its first line.
 
     It is called after the cell or block has been locked. Until then another launcher may write to the log, so
@@ -169,7 +171,7 @@ def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) 
     Raises:
         Failure: If the cell ends without a result.
     """
-    if not record.can_validate():
+    if not record.can_validate_records():
         print(
             "fastjsonschema is not installed: the record will not be validated here, but where it is read",
             flush=True,
@@ -216,7 +218,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, help="number of repeats of the cell that the config plans"
     )
-    return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))
+    return parser.parse_args(insert_job_values(sys.argv[1:] if argv is None else argv))
 
 
 def create_launcher_parser(description: str) -> argparse.ArgumentParser:
@@ -279,7 +281,7 @@ def create_job(
         logs: Log folder, or None for that of `args`.
         in_block: Whether the job is a segment of a block.
     """
-    meta = prepared.read_verified_meta(args.data)
+    meta = prepared.read_verified_metadata(args.data)
     check_data_spec(meta, args.data, settings)
     workers_per_node = -(-cell.gpus // args.nodes)
     with create_scratch_folder() as local:
@@ -301,9 +303,9 @@ def create_job(
         )
 
 
-def store_failure(
+def store_failure_evidence(
     log_dir: Path,
-    cell: Launched,
+    cell: CellOrBlock,
     reason: str,
     processes: list[str],
     trace: Sequence[str] = (),
@@ -335,13 +337,13 @@ def store_failure(
         "stacks": stacks,
     }
     try:
-        write_atomic(path, json.dumps(evidence, indent=1) + "\n")
+        write_text_atomically(path, json.dumps(evidence, indent=1) + "\n")
         where = f"kept in {path}"
     except OSError as e:
         where = f"not kept: {e}"
     # Printing may fail, too, if the log is on the same full disk.
     with contextlib.suppress(OSError):
-        print(f"\n{format_cell_title(cell)} FAILED: {reason}")
+        print(f"\n{format_cell_or_block_title(cell)} FAILED: {reason}")
         for line in processes:
             print(f"  {line}")
         for name, device in places.items():

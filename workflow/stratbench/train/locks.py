@@ -17,7 +17,7 @@ from stratbench.cell.locks import (
     create_temporary_locked_folder,
     lock_file,
     open_lock_file,
-    try_lock,
+    try_to_lock_file,
 )
 
 POLL_S = 0.5
@@ -80,7 +80,7 @@ def create_scratch_folder() -> Iterator[Path]:
         yield folder
 
 
-class Held(RuntimeError):
+class LockHeld(RuntimeError):
     """Raised if another launcher has locked the cell. The message names that launcher."""
 
 
@@ -107,7 +107,7 @@ def lock_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
         # name.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, _format_own_name().encode())
+            os.write(descriptor, _format_lock_holder().encode())
         workers, _ = _wait_for_lock(logs / "workers.lock", "workers of a killed launcher still end")
         os.close(workers)
         yield waited
@@ -115,7 +115,7 @@ def lock_cell(logs: Path, wait: bool = True) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _format_own_name() -> str:
+def _format_lock_holder() -> str:
     """Return text that names this process, for messages of launchers that wait for its lock."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
@@ -133,12 +133,12 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, boo
         The file descriptor of the locked file, and whether the function has waited.
     """
     waited = False
-    while (descriptor := try_lock(path)) is None:
+    while (descriptor := try_to_lock_file(path)) is None:
         if not waited:
             holder = path.read_text(encoding="utf-8", errors="replace")
             if not wait:
                 holder_name = holder or "its name is unknown"
-                raise Held(f"{reason}: {holder_name}; {path} is locked")
+                raise LockHeld(f"{reason}: {holder_name}; {path} is locked")
             print(
                 f"waiting: {reason}{f' ({holder})' if holder else ''}; {path} is locked", flush=True
             )

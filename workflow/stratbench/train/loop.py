@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stratbench.cell.files import finite_or_none
+from stratbench.cell.files import replace_non_finite_by_none
 from stratbench.cell.run_folder import RunFolder
 from stratbench.strategies import compiled
 from stratbench.strategies.base import Strategy, Worker
@@ -25,15 +25,24 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.heartbeat import Heartbeat
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
-from stratbench.train.beside.beside import Beside, Start
-from stratbench.workload.data.device_data import Augmentation, DeviceData, choose_eval_batch
+from stratbench.train.beside.beside import Beside, TrainingStart
+from stratbench.workload.data.device_data import (
+    Augmentation,
+    DeviceData,
+    choose_evaluation_batch_size,
+)
 from stratbench.workload.generators import Generators
-from stratbench.workload.tasks import Evaluated, Task, compute_batch_sums, compute_evaluation
+from stratbench.workload.tasks import (
+    EvaluationResult,
+    Task,
+    compute_batch_sums,
+    compute_test_loss_and_score,
+)
 from stratbench.workload.torch_internals import wait_for_collectives
 
 
 @dataclass
-class Progress:
+class EpochProgress:
     """Results of the finished epochs. A file has a copy, so that a timeout loses no epoch."""
 
     folder: RunFolder | None
@@ -43,17 +52,17 @@ class Progress:
         """Append the results of a finished epoch to the list and to the run folder's file."""
         self.epoch_results.append(entry)
         if self.folder is not None:
-            self.folder.append_epoch(entry)
+            self.folder.append_epoch_result(entry)
 
 
 @dataclass
-class Result:
+class TrainingResult:
     """The measurements of one worker from its training loop."""
 
     status: str
     reason: str | None
     clock: StepClock
-    progress: Progress
+    progress: EpochProgress
     steps: int
     samples: int
     memory: dict[str, Any]
@@ -70,9 +79,9 @@ def train(
     phases: Phases,
     log: PhaseLog,
     memory: MemoryMeter,
-    progress: Progress,
+    progress: EpochProgress,
     activities: Sequence[Beside] = (),
-) -> Result:
+) -> TrainingResult:
     """Warm up, then train and evaluate all epochs.
 
     If a training or test loss is not finite, the run ends after this epoch with the status `diverged`. With
@@ -95,15 +104,15 @@ def train(
     clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
     worker.mark_phase_end = clock.mark_phase_end
     reason = used = None
-    in_all = s.total_steps(data.train_samples)
+    in_all = s.count_steps(data.train_samples)
     steps_per_epoch = data.train_samples // s.global_batch
     starts = [activity.restore_start(clock, progress.epoch_results) for activity in activities]
-    start = max(starts, key=lambda each: each.steps, default=Start())
+    start = max(starts, key=lambda each: each.steps, default=TrainingStart())
     for entry in start.epochs:
         progress.append_epoch(entry)
     first, taken = start.steps // steps_per_epoch, start.losses
     steps = first * steps_per_epoch
-    for epoch in range(first, s.count_passes(data.train_samples)):
+    for epoch in range(first, s.count_training_set_passes(data.train_samples)):
         max_steps = in_all - steps
         losses = train_epoch(
             strategy, data, worker, clock, log, epoch, max_steps, activities, taken
@@ -131,13 +140,13 @@ def train(
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
         if reason := divergence_reason(mean_losses, where):
             break
-        if steps < in_all and find_next_stop(activities) == steps:
+        if steps < in_all and find_next_clock_stop(activities) == steps:
             call_due_activities(activities, steps, [])
     status, samples = "diverged" if reason else "ok", steps * strategy.samples_per_step(s)
-    return Result(status, reason, clock, progress, steps, samples, used)
+    return TrainingResult(status, reason, clock, progress, steps, samples, used)
 
 
-def find_next_stop(activities: Sequence[Beside]) -> int | None:
+def find_next_clock_stop(activities: Sequence[Beside]) -> int | None:
     """Return the number of the step after which the clock must stop for an activity, or None."""
     stops = [activity.find_next_stop() for activity in activities]
     return min((stop for stop in stops if stop is not None), default=None)
@@ -172,7 +181,7 @@ def divergence_reason(mean_losses: dict[str, float], where: str) -> str | None:
 
 
 def build_epoch_entry(
-    epoch: int, train_time_s: float, train_loss: float | None, evaluation: Evaluated
+    epoch: int, train_time_s: float, train_loss: float | None, evaluation: EvaluationResult
 ) -> dict[str, Any]:
     """Return the element for one epoch in the record's list `score.per_epoch`.
 
@@ -185,10 +194,10 @@ def build_epoch_entry(
     return {
         "epoch": epoch + 1,
         "train_time_s": train_time_s,
-        "train_loss": finite_or_none(train_loss),
-        "test_loss": finite_or_none(evaluation.loss),
-        "score": finite_or_none(evaluation.score),
-        "score_error": finite_or_none(evaluation.error),
+        "train_loss": replace_non_finite_by_none(train_loss),
+        "test_loss": replace_non_finite_by_none(evaluation.loss),
+        "score": replace_non_finite_by_none(evaluation.score),
+        "score_error": replace_non_finite_by_none(evaluation.error),
         **({"answers_left_out": evaluation.left_out} if evaluation.left_out else {}),
     }
 
@@ -211,7 +220,7 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     """
     s = worker.settings
     saved, generators = strategy.save(), Generators.capture_states(worker.device)
-    batch = data.create_practice_batches(strategy.samples_per_step(s), s)
+    batch = data.create_warmup_batch_function(strategy.samples_per_step(s), s)
     # A compiled model takes at least 3 steps. It may compile again in the second, because the first creates
     # state.
     for _ in range(max(s.warmup_steps, 3) if s.compile else s.warmup_steps):
@@ -219,16 +228,16 @@ def warm_up(strategy: Strategy, data: DeviceData, worker: Worker) -> None:
     if s.compile:
         compiled.check_compiled_gradients(strategy, worker, *batch())
     with strategy.open_evaluation_model() as model, torch.no_grad():
-        model(data.make_test_batch(0, choose_eval_batch(data.meta["shape"]))[0])
+        model(data.make_test_batch(0, choose_evaluation_batch_size(data.meta["shape"]))[0])
     if worker.compile_watch is not None:
-        worker.compile_watch.end_warm_up()
+        worker.compile_watch.mark_warm_up_end()
     strategy.restore(saved)
-    generators.put_back(worker.device)
+    generators.restore_states(worker.device)
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        free_warm_up_collectives(worker.device)
+        free_warm_up_collective_tensors(worker.device)
 
 
-def free_warm_up_collectives(device: torch.device) -> None:
+def free_warm_up_collective_tensors(device: torch.device) -> None:
     """Free tensors that NCCL's collectives of the warm-up used, before memory is measured.
 
     DDP's first buckets are such tensors. PyTorch keeps the tensors of a collective until its watchdog has
@@ -269,7 +278,7 @@ def train_epoch(
         earlier_losses: Losses of the steps of this epoch that were taken before an interruption.
     """
     s = worker.settings
-    order, augmentation = data.draw_epoch_tables(s.seed, epoch, s.augment).to_device(
+    order, augmentation = data.draw_order_and_augmentation(s.seed, epoch, s.augment).to_device(
         data.index_device
     )
     collect_and_freeze_garbage()
@@ -277,7 +286,7 @@ def train_epoch(
     losses, per_epoch = list(earlier_losses), data.train_samples // s.global_batch
     last = per_epoch if max_steps is None else min(per_epoch, max_steps)
     while True:
-        stop = find_next_stop(activities)
+        stop = find_next_clock_stop(activities)
         until = last if stop is None else min(stop - epoch * per_epoch, last)
         stretch = islice(batches, until - len(losses))
         log.write_phase_event("train", "start")
@@ -313,7 +322,7 @@ def run_timed_steps(
     """
     losses = []
     clock.begin_epoch(continues_epoch)
-    for indices, following in pair_with_next_batch(batches):
+    for indices, following in iter_batches_with_next(batches):
         x, y = data.make_training_batch(indices, augmentation)
         if following is not None:
             data.prefetch(following, augmentation)
@@ -324,7 +333,7 @@ def run_timed_steps(
     return losses
 
 
-def pair_with_next_batch(
+def iter_batches_with_next(
     batches: Iterable[torch.Tensor],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Yield each batch with the batch that follows, or with None for the last batch."""
@@ -363,7 +372,7 @@ def evaluate_test_set(
     rank: int,
     mesh: Mesh,
     heartbeat: Heartbeat | None = None,
-) -> Evaluated:
+) -> EvaluationResult:
     """Return the model's mean loss and score on the whole test set.
 
     Replicas of the model divide the test set. Each worker calls the model equally often, because the forward
@@ -378,8 +387,8 @@ def evaluate_test_set(
         mesh: Division of the workers into replicas.
         heartbeat: Heartbeat to update after each batch, or None.
     """
-    total, batch = data.test_samples, choose_eval_batch(data.meta["shape"])
-    rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.place(rank).replica
+    total, batch = data.test_samples, choose_evaluation_batch_size(data.meta["shape"])
+    rounds, share = math.ceil(total / (batch * mesh.replicas)), mesh.get_coordinate(rank).replica
     sums = torch.zeros(8, dtype=torch.float64, device=data.device)
     with strategy.open_evaluation_model() as model, torch.no_grad():
         for i in range(rounds):
@@ -397,7 +406,7 @@ def evaluate_test_set(
                 heartbeat.record_progress()
     if mesh.workers > 1:
         dist.all_reduce(sums)
-    return compute_evaluation(sums.tolist())
+    return compute_test_loss_and_score(sums.tolist())
 
 
 def average_over_replicas(value: torch.Tensor, worker: Worker) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 from stratbench.cell.run_folder import format_worker_name, parse_rank
 from stratbench.cell.text.help_page import format_help_address
 from stratbench.telemetry.heartbeat import STACK_SIGNAL, read_heartbeat, read_shard_group_calls
-from stratbench.telemetry.timeline import read_phases
+from stratbench.telemetry.timeline import read_phase_intervals
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
 
@@ -36,7 +36,7 @@ _CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>
 
 
 @dataclass(frozen=True)
-class Standing:
+class WorkerState:
     """Last known state of a worker: its steps, phase, progress and exit code."""
 
     #: Number of training steps that the worker has started. Its GPU may not have finished them.
@@ -116,7 +116,7 @@ def write_worker_states(
         reading = read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         standings[name] = {
             "steps": reading.steps if reading else 0,
-            "phase": read_current_phase(job, rank),
+            "phase": read_worker_phase(job, rank),
             "exit_code": by_name[name].exitcode,
             "without_progress_s": reading and reading.without_progress_s,
             "longest_step_s": reading and reading.longest_step_s,
@@ -126,15 +126,15 @@ def write_worker_states(
     running = [p for p in processes if p.exitcode is None]
     stepless = reached_time_limit and not any(entry["steps"] for entry in standings.values())
     if stepless or all(standings[p.name]["is_hung"] for p in running if p.name in standings):
-        request_stacks(job, running)
+        request_process_stacks(job, running)
         for name, entry in standings.items():
             entry["innermost_call"] = read_innermost_call(job.folder.get_stack_path(name))
     job.folder.write_worker_states(node, standings)
 
 
-def read_current_phase(job: Job, rank: int) -> str:
+def read_worker_phase(job: Job, rank: int) -> str:
     """Return the name of a worker's present phase, or `start` before the first phase."""
-    phases = read_phases([job.folder.get_phase_log_path(rank)])
+    phases = read_phase_intervals([job.folder.get_phase_log_path(rank)])
     open_ones = [p.phase for p in phases if math.isinf(p.end_s)]
     if open_ones:
         return open_ones[-1]
@@ -142,7 +142,7 @@ def read_current_phase(job: Job, rank: int) -> str:
     return f"after {last.phase}" if last else "start"
 
 
-def request_stacks(job: Job, running: Sequence[Process]) -> None:
+def request_process_stacks(job: Job, running: Sequence[Process]) -> None:
     """Make processes write their stack traces, and wait up to STACKS_S for these."""
     answering = [
         p for p in running if p.pid is not None and job.folder.get_stack_path(p.name).exists()
@@ -205,30 +205,32 @@ def failed_at_limit_reason(job: Job) -> str | None:
     results = job.folder.read_worker_results(job.world_size)
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     ranks = range(job.world_size)
-    if not any(_has_stepped(job, rank, standings.get(rank), results.get(rank)) for rank in ranks):
+    if not any(
+        _has_taken_step(job, rank, standings.get(rank), results.get(rank)) for rank in ranks
+    ):
         known = {
-            rank: standings.get(rank) or Standing(0, read_current_phase(job, rank))
+            rank: standings.get(rank) or WorkerState(0, read_worker_phase(job, rank))
             for rank in ranks
         }
-        return f"no step within {limit}; {_format_rank_states(known)} {format_help_address('no step within')}"
+        return f"no step within {limit}; {_format_worker_states(known)} {format_help_address('no step within')}"
     return hang_reason(standings) if len(standings) == job.world_size else None
 
 
-def read_worker_states(job: Job) -> dict[int, Standing]:
+def read_worker_states(job: Job) -> dict[int, WorkerState]:
     """Return the last known state of each worker whose agent has written one, by rank."""
     return {
-        parse_rank(name): Standing(**entry)
+        parse_rank(name): WorkerState(**entry)
         for name, entry in job.folder.read_worker_states().items()
     }
 
 
-def find_first_unequal_step(standings: Mapping[int, Standing]) -> int | None:
+def find_first_step_with_unequal_calls(standings: Mapping[int, WorkerState]) -> int | None:
     """Return the number of the step in which two workers called different shard groups, or None.
 
     Steps count from 1. If a worker has only called fewer groups than another, that is no difference, because
     the worker may be slower.
     """
-    first, *others = standings.values() or [Standing(0, "")]
+    first, *others = standings.values() or [WorkerState(0, "")]
     for other in others:
         pairs = zip(first.called_groups, other.called_groups, strict=False)
         if first.steps == other.steps and any(a != b for a, b in pairs):
@@ -236,7 +238,7 @@ def find_first_unequal_step(standings: Mapping[int, Standing]) -> int | None:
     return None
 
 
-def hang_reason(standings: Mapping[int, Standing]) -> str | None:
+def hang_reason(standings: Mapping[int, WorkerState]) -> str | None:
     """Return a sentence with the workers' last states if all running workers hang, else None."""
     running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
     if not running or not all(standing.is_hung for standing in running.values()):
@@ -245,12 +247,12 @@ def hang_reason(standings: Mapping[int, Standing]) -> str | None:
     longest_s = max(s.longest_step_s for s in running.values())
     return (
         f"it hangs: no worker made progress for {quiet_s:.1f} s, and no step before had taken longer than "
-        f"{longest_s:.3g} s; {_format_rank_states(running)} {format_help_address('no worker made progress')}"
+        f"{longest_s:.3g} s; {_format_worker_states(running)} {format_help_address('no worker made progress')}"
     )
 
 
-def _has_stepped(
-    job: Job, rank: int, standing: Standing | None, result: dict[str, Any] | None
+def _has_taken_step(
+    job: Job, rank: int, standing: WorkerState | None, result: dict[str, Any] | None
 ) -> bool:
     """Return whether a worker has certainly taken a training step.
 
@@ -260,10 +262,12 @@ def _has_stepped(
         return standing.steps > 0
     if result is not None and result["status"] in ("ok", "diverged"):
         return True
-    return any(p.phase == "train" for p in read_phases([job.folder.get_phase_log_path(rank)]))
+    return any(
+        p.phase == "train" for p in read_phase_intervals([job.folder.get_phase_log_path(rank)])
+    )
 
 
-def _format_rank_states(standings: Mapping[int, Standing]) -> str:
+def _format_worker_states(standings: Mapping[int, WorkerState]) -> str:
     """Return the last known state of each worker as text.
 
     The ranks with the fewest steps come first, because others wait for them.

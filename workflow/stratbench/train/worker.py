@@ -34,7 +34,7 @@ from stratbench.telemetry.heartbeat import STACK_SIGNAL, Heartbeat
 from stratbench.telemetry.machine.foreign_processes import find_other_gpu_users, find_worker_gpu
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.memory import MemoryMeter
-from stratbench.telemetry.provenance import collect_worker_provenance, hash_state
+from stratbench.telemetry.provenance import collect_worker_provenance, hash_state_dict
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.train.beside.profile import Profile
@@ -82,7 +82,7 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
-        outcome, code = describe_worker_error(e)
+        outcome, code = build_error_result(e)
         # Only a RuntimeError that is not of the host's allocator may mean that the GPU is full.
         of_gpu = isinstance(e, RuntimeError) and "CPUAllocator" not in str(e)
         if code == EXIT_OOM and job.use_cuda and of_gpu:
@@ -151,7 +151,7 @@ def start_worker(job: Job, worker_number: int, local_rank: int) -> WorkerStart:
     return WorkerStart(strategy, device, memory, heartbeat, log, Phases(device, log), job.elapsed_s)
 
 
-class Built(NamedTuple):
+class BuiltModel(NamedTuple):
     """A worker's model and task, before the strategy wraps the model."""
 
     #: Name of a built-in model, or description of a user's own model.
@@ -198,7 +198,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     train = import_attribute(strategy.loop) if strategy.loop else loop.train
     # Rank 0 stores the epochs. In a strategy's own training loop, any worker may be the one that evaluates
     # and stores.
-    progress = loop.Progress(job.folder if rank == 0 or strategy.loop else None)
+    progress = loop.EpochProgress(job.folder if rank == 0 or strategy.loop else None)
     classes = [*(activity for _, activity in iter_imported_additions("activity_class")), Profile]
     activities = [
         cls(job, strategy, data, worker, phases) for cls in classes if cls.is_active_in(job)
@@ -217,10 +217,10 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     return measured
 
 
-class Ready(NamedTuple):
+class ReadyWorker(NamedTuple):
     """A worker after the strategy has set up its model."""
 
-    built: Built
+    built: BuiltModel
     slowdown: Slowdown
     worker: Worker
 
@@ -232,7 +232,7 @@ def set_up_model(
     device: torch.device,
     slowdown_number: int,
     **worker_fields: Any,
-) -> Ready:
+) -> ReadyWorker:
     """Build and check the model, and set it up with the strategy.
 
     Args:
@@ -254,10 +254,10 @@ def set_up_model(
         settings=s,
         device=device,
         wrap_groups=built.groups,
-        delay_step=slowdown.wait,
+        delay_step=slowdown.sleep_before_backward,
         task=built.task,
         has_weighted_loss=built.loss_kind.weighs,
-        total_steps=s.total_steps(data.train_samples),
+        total_steps=s.count_steps(data.train_samples),
         input_shape=built.shape,
         trial=built.trial,
         initial_weights_hash=built.facts["initial_weights_sha256"],
@@ -267,11 +267,11 @@ def set_up_model(
     if built.trial is not None:
         acceptance.check_model(strategy, built.network, built.model, worker)
     two = data.make_test_batch(0, 2)
-    with acceptance.refuse_changed_scores(strategy, built.network, built.model, worker, *two):
+    with acceptance.check_setup_keeps_scores(strategy, built.network, built.model, worker, *two):
         strategy.setup(built.model, worker)
     # Each worker gets its own seed: from here on, only dropout and the like draw random numbers.
     seed_random_generators(s.seed + 1 + worker.random_stream_index)
-    return Ready(built, slowdown, worker)
+    return ReadyWorker(built, slowdown, worker)
 
 
 def check_equal_initial_weights(worker: Worker) -> None:
@@ -292,7 +292,7 @@ def check_equal_initial_weights(worker: Worker) -> None:
 
 
 def add_model_descriptions(
-    measured: dict[str, Any], ready: Ready, strategy: Strategy, data: DeviceData
+    measured: dict[str, Any], ready: ReadyWorker, strategy: Strategy, data: DeviceData
 ) -> None:
     """Add descriptions of model, task, device and slowdown to a worker's measurements.
 
@@ -317,7 +317,7 @@ def add_model_descriptions(
     if built.trial is not None and acceptance.updates_parameters_without_gradient(
         strategy, built.trial, s
     ):
-        details["moved_by_zeros"] = list(built.trial.skippable_names)
+        details["moved_by_zeros"] = list(built.trial.names_skipped_in_some_steps)
 
 
 def create_compile_watch(job: Job) -> CompileWatch:
@@ -340,7 +340,7 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
         DataError: If the data set was prepared again after the launcher had read it.
     """
     s = job.settings
-    data = DeviceData.load(
+    data = DeviceData.load_prepared_data_set(
         job.data_dir,
         device,
         models.compute_input_shape(models.get_model(s), job.data_shape),
@@ -357,7 +357,7 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
 
 def build_model_and_task(
     s: Settings, strategy: Strategy, data: DeviceData, device: torch.device
-) -> Built:
+) -> BuiltModel:
     """Build the model with its initial weights, and the task; describe both for the record.
 
     Args:
@@ -368,7 +368,7 @@ def build_model_and_task(
     """
     network, classes = models.get_model(s), data.meta["classes"]
     shape = models.compute_input_shape(network, tuple(data.meta["shape"]))
-    model = models.build_for_training(
+    model = models.build_model_for_training(
         network,
         classes,
         shape,
@@ -380,34 +380,34 @@ def build_model_and_task(
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "initial_weights_sha256": hash_state(model.state_dict()),
+        "initial_weights_sha256": hash_state_dict(model.state_dict()),
         "input_shape": list(shape),
         "classes": classes,
         "batchnorm": models.has_batchnorm(model),
         "dropout": models.has_dropout(model),
     }
     task, kind = task_trial.run_task_trial(s, shape, classes, data.meta.get("values", False))
-    groups = models.list_wrap_groups(network, model)
+    groups = models.list_shard_groups(network, model)
     group_sizes = [
         {"label": label, "parameters": sum(p.numel() for m in ms for p in m.parameters())}
         for label, ms in groups
     ]
     trial = None
     if s.own_model:
-        facts["own"] = models.describe_own_model(network, model, classes, shape)
-        if formats := models.changed_formats_reason(model):
+        facts["own"] = models.describe_own_model_for_record(network, model, classes, shape)
+        if formats := models.changed_parameter_dtypes_reason(model):
             facts["own"]["formats"] = formats
         samples = strategy.samples_per_step(s)
         acceptance.check_batchnorm_samples(
             network, facts["batchnorm"], samples, s.gradient_accumulation_steps
         )
         dtype = get_weights_dtype(s.precision)
-        trial = models.take_model_trial(network, model, classes, shape, groups, task, dtype)
+        trial = models.run_model_trial(network, model, classes, shape, groups, task, dtype)
         facts["dropout"] = trial.forward_draws_random_numbers
-    return Built(network, model, shape, task, kind, groups, trial, facts, group_sizes)
+    return BuiltModel(network, model, shape, task, kind, groups, trial, facts, group_sizes)
 
 
-def count_sample_flops(s: Settings, built: Built) -> dict[str, int]:
+def count_sample_flops(s: Settings, built: BuiltModel) -> dict[str, int]:
     """Return the floating-point operations per sample of forward, and of a training step.
 
     The dict is empty if they cannot be counted because a user's own model reads values of tensors.
@@ -451,7 +451,7 @@ def join_process_group(job: Job, rank: int, device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     alone = job.n_nodes == 1
     if alone:
-        store = dist.FileStore(str(job.folder.store_path), job.world_size)
+        store = dist.FileStore(str(job.folder.file_store_path), job.world_size)
     else:
         store = connect_tcp_store(job.folder, rank, job.world_size)
     try:
@@ -477,7 +477,9 @@ def join_process_group(job: Job, rank: int, device: torch.device) -> None:
     dist.all_reduce(torch.zeros(1, device=device))
 
 
-def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> dict[str, Any]:
+def build_worker_result(
+    result: loop.TrainingResult, start: WorkerStart, rank: int
+) -> dict[str, Any]:
     """Return the worker's measurements as a dict of JSON values, as the run folder stores them.
 
     Args:
@@ -498,10 +500,10 @@ def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> d
         "step_ms": clock.step_ms,
         "own_ms": clock.step_without_waits_ms,
         # In a strategy's own training loop, the time to queue a step may contain waits for other processes.
-        "issue_ms": None if strategy.loop else clock.shortest_issue_ms,
-        "core_wait_s": clock.core_waits.longest_wait_s,
+        "issue_ms": None if strategy.loop else clock.shortest_step_issue_ms,
+        "core_wait_s": clock.core_waits.longest_core_wait_s,
         "breakdown_ms": clock.phase_means_ms,
-        "phases_s": start.phases.as_dict(),
+        "phases_s": start.phases.compute_seconds_by_phase(),
         "started_s": start.started_s,
         "per_epoch": result.progress.epoch_results,
         "losses": result.losses,
@@ -512,7 +514,7 @@ def build_worker_result(result: loop.Result, start: WorkerStart, rank: int) -> d
     }
 
 
-def describe_worker_error(e: Exception) -> tuple[dict[str, Any], int]:
+def build_error_result(e: Exception) -> tuple[dict[str, Any], int]:
     """Return the result that a worker writes about its error, and the worker's exit code."""
     reason = str(e) if isinstance(e, Refused) else format_error_line(e)
     if is_out_of_memory_error(e):

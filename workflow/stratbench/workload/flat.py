@@ -9,7 +9,7 @@ import torch
 ALIGN_BYTES = 64
 
 
-def compute_flat_offsets(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
+def compute_flat_offsets_and_length(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     """Return the first element of each tensor in the flat tensor, and the flat tensor's length."""
     starts, end = [], 0
     for tensor in tensors:
@@ -19,7 +19,7 @@ def compute_flat_offsets(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     return starts, end
 
 
-def get_flat_view(
+def view_part_of_flat_tensor(
     tensor_like: torch.Tensor, flat_tensor: torch.Tensor, first_element: int
 ) -> torch.Tensor:
     """Return a view of a part of a flat tensor, with the shape and strides of another tensor.
@@ -45,7 +45,7 @@ def get_flat_view(
     return torch.as_strided(flat_tensor, tensor_like.shape, tensor_like.stride(), first_element)
 
 
-def copy_into_flat(
+def copy_into_flat_tensor(
     source: torch.Tensor, flat_tensor: torch.Tensor, first_element: int
 ) -> torch.Tensor:
     """Copy a tensor into a flat tensor, and return the view that has the shape of the tensor.
@@ -55,7 +55,7 @@ def copy_into_flat(
         flat_tensor: Flat tensor.
         first_element: Index in the flat tensor where the part begins.
     """
-    view = get_flat_view(source, flat_tensor, first_element)
+    view = view_part_of_flat_tensor(source, flat_tensor, first_element)
     view.copy_(source)
     return view
 

@@ -51,7 +51,7 @@ class Generators(NamedTuple):
             torch.cuda.get_rng_state(device) if on_cuda else None,
         )
 
-    def put_back(self, device: torch.device | None = None) -> None:
+    def restore_states(self, device: torch.device | None = None) -> None:
         """Set all random generators to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -61,10 +61,10 @@ class Generators(NamedTuple):
 
     def differ_from(self, others: Generators) -> bool:
         """Return whether these states differ from other states."""
-        pairs = zip(self.tensors(), others.tensors(), strict=True)
+        pairs = zip(self.convert_to_tensors(), others.convert_to_tensors(), strict=True)
         return not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
 
-    def differ_outside_torch(self, others: Generators) -> bool:
+    def differ_in_python_or_numpy(self, others: Generators) -> bool:
         """Return whether numbers were drawn from Python's or NumPy's generator between two states.
 
         Both states must follow from one seed.
@@ -72,7 +72,7 @@ class Generators(NamedTuple):
         # These parts of NumPy's state change with each draw: a position, and a stored normal number.
         return self.python != others.python or self.numpy[2:] != others.numpy[2:]
 
-    def tensors(self) -> list[Tensor]:
+    def convert_to_tensors(self) -> list[Tensor]:
         """Return the states as tensors of fixed length, which `from_tensors` converts back.
 
         Python and numpy draw two normal numbers together and store the second; NaN stands for none.
@@ -106,4 +106,4 @@ def restore_random_generators(device: torch.device | None = None) -> Iterator[Ge
     try:
         yield states
     finally:
-        states.put_back(device)
+        states.restore_states(device)

@@ -20,8 +20,8 @@ from stratbench.workload.torch_internals import (
     DynamicOutputShapeException,
     FakeTensorMode,
     OpOverload,
-    compute_grouped_shape,
-    get_arguments,
+    compute_grouped_product_shape,
+    get_schema_arguments,
     get_storage_key,
     has_mutable_argument,
 )
@@ -41,7 +41,7 @@ SHAPED = frozenset(
 )
 
 
-class KnownFakes(FakeTensorMode):
+class KnownValueFakeMode(FakeTensorMode):
     """A `FakeTensorMode` in which values can be read of tensors that do not depend on data."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class KnownFakes(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if type(func) is OpOverload and func.overloadpacket is GROUPED_PRODUCT:
-            return self._make_grouped_product(types, *args, **kwargs)
+            return self._make_fake_grouped_product(types, *args, **kwargs)
         try:
             out = super().dispatch(func, types, args, kwargs)
         except RuntimeError as error:
@@ -71,11 +71,11 @@ class KnownFakes(FakeTensorMode):
             self._store_recipe(func, args, kwargs, out)
         return out
 
-    def _make_grouped_product(
+    def _make_fake_grouped_product(
         self, types: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **_named: Any
     ) -> Tensor:
         """Return a fake tensor like a grouped matrix product, which PyTorch supports for bfloat16 only."""
-        size = [compute_grouped_shape(a, b, offs)]
+        size = [compute_grouped_product_shape(a, b, offs)]
         return super().dispatch(
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
         )
@@ -91,7 +91,7 @@ class KnownFakes(FakeTensorMode):
             or sum(r.num_elements for r in _collect_recipes(recipe, set())) > MAX_NUMBERS
         ):
             return None
-        return _compute_operand(recipe, {})
+        return _compute_real_operand(recipe, {})
 
     def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Attach a recipe to the result of an operator, if its values do not depend on data."""
@@ -103,13 +103,13 @@ class KnownFakes(FakeTensorMode):
                 # An in-place write changes all views of a storage. Counting it invalidates their recipes.
                 if (
                     tensor.layout is torch.strided
-                    and (key := _get_storage_key(tensor)) in self._written
+                    and (key := _get_tensor_storage_key(tensor)) in self._written
                 ):
                     self._written[key] += 1
             if recipe is not None and result is not args[0]:
                 return
         if recipe is not None:
-            result.recipe = recipe, self._written.setdefault(_get_storage_key(result), 0)
+            result.recipe = recipe, self._written.setdefault(_get_tensor_storage_key(result), 0)
 
     def _build_recipe(
         self, op: Any, args: Any, kwargs: dict[str, Any], num_elements: int
@@ -127,7 +127,8 @@ class KnownFakes(FakeTensorMode):
         if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.__name__:
             return None
         steps = 1 + max(
-            (r.num_operations for r in _iter_recipes([operands, list(named.values())])), default=0
+            (r.num_operations for r in _iter_operand_recipes([operands, list(named.values())])),
+            default=0,
         )
         return Recipe(op, operands, named, num_elements, steps) if steps <= MAX_STEPS else None
 
@@ -140,7 +141,7 @@ class KnownFakes(FakeTensorMode):
             if (
                 recipe is None
                 or operand.requires_grad
-                or self._written[_get_storage_key(operand)] != written
+                or self._written[_get_tensor_storage_key(operand)] != written
             ):
                 raise _Unknown
             return recipe
@@ -161,7 +162,7 @@ class Recipe:
         num_operations: Number of operations that follow one another, including those of the operands.
     """
 
-    op: Any
+    operator: Any
     args: list[Any]
     kwargs: dict[str, Any]
     num_elements: int
@@ -172,51 +173,52 @@ class _Unknown(Exception):
     """The values of an operand are unknown, so that an operation on it has no recipe."""
 
 
-def _get_storage_key(tensor: Tensor) -> int:
+def _get_tensor_storage_key(tensor: Tensor) -> int:
     return get_storage_key(tensor.untyped_storage())
 
 
 def _iter_written_operands(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operator's operands to which it writes."""
-    for i, argument in enumerate(get_arguments(op)):
+    for i, argument in enumerate(get_schema_arguments(op)):
         if argument.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             each = value if isinstance(value, list | tuple) else [value]
             yield from (t for t in each if t is not None)
 
 
-def _iter_recipes(operands: list[Any]) -> Iterator[Recipe]:
+def _iter_operand_recipes(operands: list[Any]) -> Iterator[Recipe]:
     for operand in operands:
         if isinstance(operand, Recipe):
             yield operand
         elif isinstance(operand, list):
-            yield from _iter_recipes(operand)
+            yield from _iter_operand_recipes(operand)
 
 
 def _collect_recipes(recipe: Recipe, collected: set[Recipe]) -> set[Recipe]:
     """Return a recipe, and recursively the recipes of its operands."""
     if recipe not in collected:
         collected.add(recipe)
-        for part in _iter_recipes([recipe.args, list(recipe.kwargs.values())]):
+        for part in _iter_operand_recipes([recipe.args, list(recipe.kwargs.values())]):
             _collect_recipes(part, collected)
     return collected
 
 
-def _compute_operand(operand: Any, computed_tensors: dict[Recipe, Any]) -> Any:
+def _compute_real_operand(operand: Any, computed_tensors: dict[Recipe, Any]) -> Any:
     """Return an operand in which each recipe is replaced by the real tensor that it computes."""
     if isinstance(operand, list):
-        return [_compute_operand(each, computed_tensors) for each in operand]
+        return [_compute_real_operand(each, computed_tensors) for each in operand]
     if not isinstance(operand, Recipe):
         return operand
     if operand not in computed_tensors:
-        args = _compute_operand(operand.args, computed_tensors)
+        args = _compute_real_operand(operand.args, computed_tensors)
         # The operator writes to its operand, whose old value other recipes need.
-        if has_mutable_argument(operand.op):
+        if has_mutable_argument(operand.operator):
             args[0] = args[0].clone()
         kwargs = {
-            key: _compute_operand(value, computed_tensors) for key, value in operand.kwargs.items()
+            key: _compute_real_operand(value, computed_tensors)
+            for key, value in operand.kwargs.items()
         }
         if "device" in kwargs:
             kwargs["device"] = "cpu"
-        computed_tensors[operand] = operand.op(*args, **kwargs)
+        computed_tensors[operand] = operand.operator(*args, **kwargs)
     return computed_tensors[operand]

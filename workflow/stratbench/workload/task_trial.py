@@ -16,7 +16,7 @@ from stratbench.workload.tasks import (
     Task,
     compute_loss_and_weight,
     compute_output_shape,
-    get_default_task,
+    get_default_task_name,
     get_task,
     has_value_targets,
 )
@@ -62,23 +62,25 @@ def run_task_trial(
     if not settings.own_task:
         return task, task.loss_kind
     what = OwnTask(settings.own_task["call"])
-    each = shape if get_default_task(shape) == "next-token" else (classes,) if has_values else ()
-    if get_default_task(shape) == "next-token" and shape[0] > TRIED_POSITIONS:
+    each = (
+        shape if get_default_task_name(shape) == "next-token" else (classes,) if has_values else ()
+    )
+    if get_default_task_name(shape) == "next-token" and shape[0] > TRIED_POSITIONS:
         try:
             return task, check_task_outputs(task, what, classes, (2, TRIED_POSITIONS))
         except ModelError:
-            if not _accepts_fakes(task, classes, (2, *each)):
+            if not _accepts_fake_tensors(task, classes, (2, *each)):
                 raise
     return task, check_task_outputs(task, what, classes, (2, *each))
 
 
-def _accepts_fakes(task: Task, classes: int, target_shape: Sequence[int]) -> bool:
+def _accepts_fake_tensors(task: Task, classes: int, target_shape: Sequence[int]) -> bool:
     """Return whether a task's loss and score run on fake tensors with targets of a given shape."""
     import torch
 
-    from stratbench.workload.known_values import KnownFakes
+    from stratbench.workload.known_values import KnownValueFakeMode
 
-    with KnownFakes():
+    with KnownValueFakeMode():
         y = torch.empty(
             target_shape, dtype=torch.float32 if has_value_targets(task) else torch.int64
         )

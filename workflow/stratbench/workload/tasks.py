@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from stratbench.workload.users_code import (
     ModelError,
     format_user_error,
-    import_callable,
+    import_user_callable,
     invalid_call_reason,
 )
 
@@ -205,7 +205,7 @@ class OwnTask:
         return f"task {self.call!r}"
 
 
-def get_default_task(shape: Sequence[int]) -> str:
+def get_default_task_name(shape: Sequence[int]) -> str:
     """Return the name of the default task for samples of a given shape."""
     return _NATURAL[len(shape)]
 
@@ -231,7 +231,9 @@ def unsuitable_task_reason(task_name: str, usual_task: str | None) -> str | None
 def get_task_name(settings: Settings, shape: Sequence[int]) -> str:
     """Return the name of a cell's task. The name of a user's own task is `module:Class`."""
     return (
-        settings.own_task["call"] if settings.own_task else settings.task or get_default_task(shape)
+        settings.own_task["call"]
+        if settings.own_task
+        else settings.task or get_default_task_name(shape)
     )
 
 
@@ -250,7 +252,7 @@ def get_task(settings: Settings, shape: Sequence[int], has_values: bool | None =
     task = create_own_task(name) if settings.own_task else TASKS[name]()
     if has_values is not None and has_values != has_value_targets(task):
         label = OwnTask(name) if settings.own_task else f"task {name!r}"
-        raise ModelError(f"{label}: {describe_wrong_targets(has_values)}")
+        raise ModelError(f"{label}: {describe_unsuitable_targets(has_values)}")
     return task
 
 
@@ -259,7 +261,7 @@ def has_value_targets(task: Task) -> bool:
     return getattr(task, "targets", "classes") == "values"
 
 
-def describe_wrong_targets(are_values: bool) -> str:
+def describe_unsuitable_targets(are_values: bool) -> str:
     """Return a message, with the remedy, on a task that does not suit the data set's targets.
 
     Args:
@@ -311,7 +313,7 @@ def create_own_task(call: str) -> Task:
         ModelError: If the task lacks an attribute or method that a task must have.
     """
     what = OwnTask(call)
-    cls = import_callable(what)
+    cls = import_user_callable(what)
     try:
         task = cls()
     except Exception as e:
@@ -409,7 +411,7 @@ def divide_or_zero(value: float | Tensor, weight: Tensor) -> Tensor:
     return torch.where(some, value / torch.where(some, weight, 1.0), 0.0)
 
 
-class Evaluated(NamedTuple):
+class EvaluationResult(NamedTuple):
     """The mean loss and score of an evaluation over the test set."""
 
     #: Mean loss over the test set.
@@ -451,7 +453,7 @@ def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.stack([loss.double(), weight, a.sum(), n.sum(), a @ a, a @ n, n @ n, left_out])
 
 
-def compute_evaluation(batch_sums: Sequence[float]) -> Evaluated:
+def compute_test_loss_and_score(batch_sums: Sequence[float]) -> EvaluationResult:
     """Return the mean loss and the mean score over the test set.
 
     They follow from the sums of all batches. Samples are independent, but predictions within a sample are
@@ -461,4 +463,4 @@ def compute_evaluation(batch_sums: Sequence[float]) -> Evaluated:
     loss, weight, a, n, aa, an, nn, left_out = batch_sums
     score = a / n if n else math.nan
     deviation = math.sqrt(max(0.0, aa - 2 * score * an + score**2 * nn)) / n if n else math.nan
-    return Evaluated(loss / weight if weight else 0.0, score, deviation, round(left_out))
+    return EvaluationResult(loss / weight if weight else 0.0, score, deviation, round(left_out))

@@ -87,7 +87,7 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+def multiply_tensors_in_place(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply several tensors by a factor, in place and in one kernel."""
     torch._foreach_mul_(tensors, factor)
 
@@ -102,12 +102,12 @@ def get_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def get_children(module: nn.Module) -> dict[str, nn.Module | None]:
+def get_submodules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's own dictionary of its submodules, through which the module can be changed."""
     return module._modules
 
 
-def get_arguments(op: OpOverload) -> Sequence[Any]:
+def get_schema_arguments(op: OpOverload) -> Sequence[Any]:
     """Return the arguments that an operator's schema declares."""
     return op._schema.arguments
 
@@ -128,26 +128,28 @@ def make_flop_formulas() -> dict[Any, Callable[..., int]]:
     """
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-    def count_forward(*shapes: Any, **_: Any) -> int:
+    def count_attention_forward_flops(*shapes: Any, **_: Any) -> int:
         return sdpa_flop_count(*shapes[:3])
 
-    def count_backward(*shapes: Any, **_: Any) -> int:
+    def count_attention_backward_flops(*shapes: Any, **_: Any) -> int:
         return sdpa_backward_flop_count(*shapes[:4])
 
-    def count_grouped(a: Sequence[int], b: Sequence[int], *_: Any, **_named: Any) -> int:
+    def count_grouped_product_flops(
+        a: Sequence[int], b: Sequence[int], *_: Any, **_named: Any
+    ) -> int:
         # If only one operand is three-dimensional, each of its groups is multiplied by a part of the other's
         # rows.
         groups = a[0] if len(a) > len(b) else 1
         return 2 * math.prod(a) // groups * b[-1]
 
     return {
-        CPU_ATTENTION: count_forward,
-        CPU_ATTENTION_BACKWARD: count_backward,
-        GROUPED_PRODUCT: count_grouped,
+        CPU_ATTENTION: count_attention_forward_flops,
+        CPU_ATTENTION_BACKWARD: count_attention_backward_flops,
+        GROUPED_PRODUCT: count_grouped_product_flops,
     }
 
 
-def compute_grouped_shape(a: Tensor, b: Tensor, group_ends: Tensor | None) -> list[int]:
+def compute_grouped_product_shape(a: Tensor, b: Tensor, group_ends: Tensor | None) -> list[int]:
     """Return the shape of the result of a matrix product per group (`GROUPED_PRODUCT`).
 
     Args:
@@ -185,7 +187,7 @@ def skip_truncated_normals() -> Iterator[None]:
         yield
 
 
-def assign_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
+def assign_parameters_to_buckets(parameters: list[Tensor], cap_bytes: int) -> list[list[int]]:
     """Return how DDP divides parameters into buckets: the parameters' indices, by bucket.
 
     A bucket has at most `cap_bytes`.
@@ -232,7 +234,7 @@ def unscale_gradients(gradients: list[Tensor], found_inf: Tensor, inverse_scale:
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
 
-def disable_pipeline_shape_vote(schedule: Any) -> None:
+def disable_pipeline_shape_exchange(schedule: Any) -> None:
     """Disable the exchange of tensor shapes between the workers of a pipeline.
 
     The workers already know the shapes. PyTorch would send them as pickles, which stratbench never unpickles.
@@ -283,7 +285,9 @@ def configure_compiler() -> None:
     inductor.compile_threads = 1
 
 
-def watch_compiler(start: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+def register_compilation_callbacks(
+    start: Callable[[Any], None], end: Callable[[Any], None]
+) -> None:
     """Register functions that torch.compile calls before and after each compilation."""
     from torch._dynamo.callback import callback_handler
 
@@ -291,7 +295,7 @@ def watch_compiler(start: Callable[[Any], None], end: Callable[[Any], None]) -> 
     callback_handler.register_end_callback(end)
 
 
-def resolve_group(argument: Any) -> dist.ProcessGroup | None:
+def resolve_process_group(argument: Any) -> dist.ProcessGroup | None:
     """Return the process group that an operator's argument is or names, or None for other arguments."""
     # An argument that is a text or a ScriptObject may also be something other than a process group.
     try:

@@ -46,7 +46,7 @@ class Unsuitable(ValueError):
     """A model of a library cannot be built for a data set; the message has the reason."""
 
 
-class Called(Protocol):
+class UserCallable(Protocol):
     """A user's class or function that a config names, such as a model. `str` of it is for messages."""
 
     @property
@@ -60,7 +60,7 @@ def invalid_call_reason(call: str) -> str | None:
     return "is not a module and a name within it; write my_net.MyNet or my_net:MyNet"
 
 
-def get_top_module(call: str) -> str:
+def get_top_level_module(call: str) -> str:
     """Return the name of the top-level module or package in a call, such as `my_net` in `my_net:MyNet`."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
@@ -83,7 +83,7 @@ def find_source_files(call: str, code_folders: Iterable[Path]) -> dict[str, Path
         The files by their paths relative to the folder; none if no folder has the module.
     """
     code_folders, by_path, seen = list(code_folders), {}, set()
-    waiting = [get_top_module(call)]
+    waiting = [get_top_level_module(call)]
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -140,12 +140,12 @@ def compute_code_fingerprint(
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
         imported = {name for path in files.values() for name in _list_imports(path)}
         others = sorted(imported - own - RECORDED - sys.stdlib_module_names)
-        versions = {name: _find_version(name) for name in others}
+        versions = {name: _find_package_version(name) for name in others}
         text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         return {"sha256": hash_named_files(files), "version": text or None}
     version, beside = (
-        _find_version(get_top_module(call)),
-        [f"{p} {_find_version(p)}" for p in packages],
+        _find_package_version(get_top_level_module(call)),
+        [f"{p} {_find_package_version(p)}" for p in packages],
     )
     return {"sha256": None, "version": ", ".join([str(version), *beside]) if beside else version}
 
@@ -168,7 +168,7 @@ def unimportable_code_reason(call: str, code_folders: Iterable[Path]) -> str | N
         call: The call.
         code_folders: Folders of the user's code.
     """
-    top = get_top_module(call)
+    top = get_top_level_module(call)
     # Python also searches the working directory.
     code_folders = [*code_folders, Path.cwd()]
     file = next((f for f in (folder / f"{top}.py" for folder in code_folders) if f.is_file()), None)
@@ -187,7 +187,7 @@ def unimportable_code_reason(call: str, code_folders: Iterable[Path]) -> str | N
     except ValueError as e:
         return f"{file.name}: {e}"
     name = re.split(r"[.:]", call)[1]
-    if _list_bound_names(tree) & {name, "*", "__getattr__", "globals"}:
+    if _list_names_in_module(tree) & {name, "*", "__getattr__", "globals"}:
         return None
     defined = [n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
     return (
@@ -217,7 +217,7 @@ def _is_installed_module(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _list_bound_names(module_tree: ast.Module) -> set[str]:
+def _list_names_in_module(module_tree: ast.Module) -> set[str]:
     """Return all names that a file defines, imports or uses, and `*` for a star import."""
     names = set()
     for node in ast.walk(module_tree):
@@ -231,7 +231,7 @@ def _list_bound_names(module_tree: ast.Module) -> set[str]:
 
 
 @cache
-def _find_version(package_name: str) -> str | None:
+def _find_package_version(package_name: str) -> str | None:
     # This slow import takes as long as all other imports of this module.
     from importlib import metadata
 
@@ -242,7 +242,7 @@ def _find_version(package_name: str) -> str | None:
         return metadata.version(names[0]) if names else None
 
 
-def check_code_unchanged(label: str, spec: Mapping[str, Any]) -> None:
+def check_user_code_unchanged(label: str, spec: Mapping[str, Any]) -> None:
     """Raise ModelError if the files of a user's code have changed since the run was started.
 
     Args:
@@ -257,7 +257,7 @@ def check_code_unchanged(label: str, spec: Mapping[str, Any]) -> None:
         )
 
 
-def import_callable(user_callable: Called) -> Callable[..., Any]:
+def import_user_callable(user_callable: UserCallable) -> Callable[..., Any]:
     """Return the class or function that a call names. Raise ModelError if the import fails."""
     target = import_user_object(user_callable, user_callable.call)
     if not callable(target):
@@ -267,7 +267,7 @@ def import_callable(user_callable: Called) -> Callable[..., Any]:
     return target
 
 
-def import_user_object(user_callable: Called, object_path: str) -> Any:
+def import_user_object(user_callable: UserCallable, object_path: str) -> Any:
     """Import an object of the user's code, given as `module:NAME` or `module.NAME`, and return it.
 
     Raises:
@@ -282,14 +282,14 @@ def import_user_object(user_callable: Called, object_path: str) -> Any:
     known, names = (
         (module, name.split("."))
         if colon
-        else (get_top_module(object_path), object_path.split(".")[1:])
+        else (get_top_level_module(object_path), object_path.split(".")[1:])
     )
-    target: Any = _import_module(user_callable, known)
+    target: Any = _import_user_module(user_callable, known)
     for name in names:
         if not hasattr(target, name) and isinstance(target, ModuleType):
             inner = f"{target.__name__}.{name}"
             if hasattr(target, "__path__") and util.find_spec(inner) is not None:
-                target = _import_module(user_callable, inner)
+                target = _import_user_module(user_callable, inner)
                 continue
         if not hasattr(target, name):
             raise ModelError(
@@ -299,7 +299,7 @@ def import_user_object(user_callable: Called, object_path: str) -> Any:
     return target
 
 
-def _import_module(user_callable: Called, module_name: str) -> ModuleType:
+def _import_user_module(user_callable: UserCallable, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except (Exception, SystemExit) as e:
@@ -310,7 +310,7 @@ def _import_module(user_callable: Called, module_name: str) -> ModuleType:
         ) from e
 
 
-def different_calls_reason(model: str, strategy: str, step_name: str) -> str:
+def different_group_calls_reason(model: str, strategy: str, step_name: str) -> str:
     """Return the message that the workers called different shard groups of a model in one step.
 
     Args:

@@ -42,14 +42,14 @@ class Candidate:
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     time_s: float | None = None
     #: Noun for what one training time was measured in: `repeat`, or `block` (timed steps of a verdict).
-    repetition_unit: str = "repeat"
+    repetition_noun: str = "repeat"
     #: Whether the training time is projected from other numbers of workers instead of measured.
-    is_projected: bool = False
+    has_projected_time: bool = False
     #: Ends of the projected time's 80 % interval in s; None if the time is measured.
     time_low_s: float | None = None
     time_high_s: float | None = None
     #: Sentences with the projected results; empty if the time is measured.
-    projected_figures: str = ""
+    projection_text: str = ""
     score: Score = field(default_factory=Score)
     #: Score of each repeat, in the unit in which scores are shown.
     scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
@@ -57,9 +57,9 @@ class Candidate:
     score_error: float | None = None
     #: Whether the cells trained for a number of steps and skipped evaluation.
     skips_evaluation: bool = False
-    memory_bytes: float | None = None
+    peak_memory_bytes: float | None = None
     #: Names of audit rules that doubt the peak memory; only collected if no constraint limits the memory.
-    memory_caveats: list[str] = field(default_factory=list)
+    memory_finding_rules: list[str] = field(default_factory=list)
     model_states_bytes: float | None = None
     #: Memory of the smallest GPU in bytes; None if unknown or without a GPU.
     gpu_memory_bytes: float | None = None
@@ -68,7 +68,7 @@ class Candidate:
     #: Model FLOPs utilisation as a fraction of 1; None if unknown.
     mfu: float | None = None
     test_samples: float | None = None
-    is_on_cpu: bool = False
+    has_cpu_workers: bool = False
     has_servers: bool = False  # whether the candidate has parameter servers
     #: Whether the number of workers changes the score: if the model has BatchNorm, or if the loss of a batch
     #: is not the mean of the losses of its parts.
@@ -80,7 +80,7 @@ class Candidate:
     #: Why the time was not projected to the requested number of workers; empty if there is no such reason.
     no_projection_reason: str = ""
     #: Names of the candidates with the best score.
-    best_scoring_names: str = ""
+    best_scoring_candidate_names: str = ""
     price_per_gpu_hour: float | None = None
     #: GPU-seconds that all workers' jobs held, if workers joined and left; None if all workers stayed.
     allocated_gpu_s: float | None = None
@@ -92,7 +92,7 @@ class Candidate:
     exclusion_reason: str = ""
     caveats: list[str] = field(default_factory=list)
     #: Claim and confidence of a verdict (a sequential test), if the candidate leads the verdict's ranking.
-    verdict_claim: tuple[str, str] | None = None
+    verdict_claim_and_confidence: tuple[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -100,12 +100,12 @@ class Candidate:
         return f"{self.strategy} × {self.gpus}"
 
     @property
-    def has_diverged(self) -> bool:
+    def has_diverged_training(self) -> bool:
         """Whether the candidate is excluded because one of its trainings diverged."""
         return self.exclusion_reason.endswith(DIVERGED)
 
     @property
-    def rate_text(self) -> str:
+    def token_rate_text(self) -> str:
         """Tokens per second and model FLOPs utilisation (MFU) as text. Empty if the data are not text.
 
         For instance `41,300 tokens/s (5,160 per worker, MFU 38 %)`.
@@ -121,7 +121,7 @@ class Candidate:
         )
 
     @property
-    def time_range_s(self) -> tuple[float, float]:
+    def training_time_range_s(self) -> tuple[float, float]:
         """Lowest and highest training time in s: of the repeats, or of the projection's interval."""
         if self.time_low_s is not None and self.time_high_s is not None:
             return self.time_low_s, self.time_high_s
@@ -132,7 +132,7 @@ class Candidate:
     @property
     def run(self) -> str:
         """Noun for one measured training time: `run`, or `block` (timed steps of a verdict)."""
-        return "run" if self.repetition_unit == "repeat" else self.repetition_unit
+        return "run" if self.repetition_noun == "repeat" else self.repetition_noun
 
     @property
     def is_ranked_by_cost(self) -> bool:
@@ -148,22 +148,22 @@ class Candidate:
         return held_s / 3600 * self.price_per_gpu_hour
 
     @property
-    def objective(self) -> float:
+    def cost_or_time(self) -> float:
         """Cost of the training if a price is set, else training time in s. Infinite if unknown."""
         value = self.cost if self.is_ranked_by_cost else self.time_s
         return float("inf") if value is None else value
 
     @property
-    def trusted_memory_bytes(self) -> float | None:
+    def audited_peak_memory_bytes(self) -> float | None:
         """Peak memory per worker in bytes. None if the audit has a finding on this memory."""
-        return None if self.memory_caveats else self.memory_bytes
+        return None if self.memory_finding_rules else self.peak_memory_bytes
 
     @property
     def mean_score(self) -> float | None:
         """Mean score over the repeats, in the unit in which scores are shown."""
         return float(self.scores.mean()) if len(self.scores) else None
 
-    def may_miss_score_tolerance(self, constraints: Constraints) -> bool:
+    def may_have_intolerable_score(self, constraints: Constraints) -> bool:
         """Return whether the score may be worse than the tolerance allows. False if it is unknown."""
         if self.skips_evaluation or self.score_loss_upper is None:
             return False

@@ -12,7 +12,7 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import DIVERGED, EXCLUDED, Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
-from stratbench.analysis.decision.tolerance import UNUSABLE, exclude_by_score
+from stratbench.analysis.decision.tolerance import UNUSABLE, exclude_by_score_tolerance
 from stratbench.analysis.records.groups import Group, Repeats, iter_findings_by_group
 from stratbench.analysis.records.score import read_score
 from stratbench.cell.text.words import GIB, choose_byte_unit
@@ -28,7 +28,7 @@ KIND_OF_STATUS = EXCLUDED | {
 }
 
 
-def build_candidates(
+def build_decision_candidates(
     rows: pd.DataFrame,
     findings: list[dict[str, Any]],
     constraints: Constraints,
@@ -48,14 +48,14 @@ def build_candidates(
         candidate = build_measured_candidate(groups, key, constraints)
         for one in evidence:
             one.replace_measured_times(candidate, groups, key)
-        exclude_by_records(candidate, groups.all[key], on_it, constraints)
+        exclude_by_outcomes_and_findings(candidate, groups.all[key], on_it, constraints)
         candidates.append(candidate)
     question = (str(rows.iloc[0]["experiment"]), str(rows.iloc[0]["model"]))
     for one in evidence:
         candidates += one.iter_unmeasured_candidates(question, candidates, constraints)
     for candidate in candidates:
         exclude_by_constraints(candidate, constraints)
-    exclude_by_score(candidates, constraints)
+    exclude_by_score_tolerance(candidates, constraints)
     for one in evidence:
         one.exclude_candidates(question, candidates)
     return candidates
@@ -75,21 +75,21 @@ def build_measured_candidate(
     ok = all_repeats.ok.get(group, frame[:0])
     times = pd.Series(all_repeats.values(group, "train_time_s"), dtype=float)
 
-    def most(column: str) -> float | None:
+    def find_column_maximum(column: str) -> float | None:
         return max(all_repeats.values(group, column).values(), default=None)
 
-    def middle(column: str, factor: float = 1.0) -> float | None:
+    def compute_column_median(column: str, factor: float = 1.0) -> float | None:
         values = list(all_repeats.values(group, column).values())
         return factor * float(np.median(values)) if values else None
 
     cards = all_repeats.values(group, "device_memory_bytes").values()
     score = read_score(frame)
-    error = most("score_error")
+    error = find_column_maximum("score_error")
     on_cpu = bool((ok["device_kind"] == "cpu").any())
     return Candidate(
         strategy=group.strategy,
         gpus=int(group.gpus),
-        traits=read_traits(frame),
+        traits=read_strategy_traits(frame),
         times=times,
         time_s=float(np.exp(np.log(times).mean())) if len(times) else None,
         score=score,
@@ -97,31 +97,31 @@ def build_measured_candidate(
         * pd.Series(all_repeats.values(group, "score_final"), dtype=float),
         score_error=None if error is None else score.display_factor * error,
         skips_evaluation=bool(frame["steps"].notna().any()),
-        test_samples=most("test_samples"),
-        tokens_per_s=middle("throughput_samples_per_s", score.counts_per_sample)
+        test_samples=find_column_maximum("test_samples"),
+        tokens_per_s=compute_column_median("throughput_samples_per_s", score.counts_per_sample)
         if score.throughput_unit == "tokens"
         else None,
-        mfu=middle("mfu"),
-        memory_bytes=most("peak_memory_bytes"),
-        model_states_bytes=most("model_states_bytes"),
+        mfu=compute_column_median("mfu"),
+        peak_memory_bytes=find_column_maximum("peak_memory_bytes"),
+        model_states_bytes=find_column_maximum("model_states_bytes"),
         gpu_memory_bytes=None if on_cpu else min(cards, default=None),
-        is_on_cpu=on_cpu,
-        has_servers=all_repeats.has_servers([group]),
-        score_depends_on_workers=not is_ever_false(ok["batchnorm"])
-        or is_ever_false(ok["loss_adds_up"]),
-        global_batch=most("global_batch"),
+        has_cpu_workers=on_cpu,
+        has_servers=all_repeats.has_parameter_servers([group]),
+        score_depends_on_workers=not contains_false(ok["batchnorm"])
+        or contains_false(ok["loss_adds_up"]),
+        global_batch=find_column_maximum("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
         price_per_gpu_hour=constraints.price_per_gpu_hour,
-        has_planned_repeats=has_planned_repeats(frame),
+        has_planned_repeats=has_planned_number_of_records(frame),
     )
 
 
-def is_ever_false(true_or_false: pd.Series) -> bool:
+def contains_false(true_or_false: pd.Series) -> bool:
     """Return whether a column of true and false contains false. Missing values are ignored."""
     return bool((true_or_false.dropna().astype(str) == "False").any())
 
 
-def has_planned_repeats(repeats: pd.DataFrame) -> bool:
+def has_planned_number_of_records(repeats: pd.DataFrame) -> bool:
     """Return whether all records of a candidate plan as many repeats as there are records.
 
     A record states the number in the config when its cell was trained. A repeat that was added later
@@ -130,13 +130,13 @@ def has_planned_repeats(repeats: pd.DataFrame) -> bool:
     return set(repeats["planned_repeats"]) == {len(repeats)}
 
 
-def read_traits(repeats: pd.DataFrame) -> Traits:
+def read_strategy_traits(repeats: pd.DataFrame) -> Traits:
     """Return the strategy's declared traits from its records. Missing traits have cautious defaults."""
     recorded = {trait.name: repeats[trait.name].dropna() for trait in fields(Traits)}
     return Traits(**{name: values.iloc[0] for name, values in recorded.items() if len(values)})
 
 
-def exclude_by_records(
+def exclude_by_outcomes_and_findings(
     candidate: Candidate,
     repeats: pd.DataFrame,
     findings: Iterable[dict[str, Any]],
@@ -169,8 +169,11 @@ def exclude_by_records(
         candidate.exclude("not measured", untimed)
     for finding in findings:
         if finding["affects"] == "memory" and constraints.gpu_memory_gib is None:
-            if finding["severity"] != "note" and finding["rule"] not in candidate.memory_caveats:
-                candidate.memory_caveats.append(finding["rule"])
+            if (
+                finding["severity"] != "note"
+                and finding["rule"] not in candidate.memory_finding_rules
+            ):
+                candidate.memory_finding_rules.append(finding["rule"])
         elif finding["severity"] == "unusable":
             text = f"the audit: {finding['rule']} ({finding['figures']})"
             candidate.exclude(UNUSABLE, text)
@@ -189,10 +192,12 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
             "needs more workers", f"{candidate.gpus}, but {constraints.gpus} are available"
         )
     if constraints.gpu_memory_gib is not None:
-        exclude_by_memory(candidate, constraints.gpu_memory_gib * GIB, constraints.memory_margin)
+        exclude_by_memory_limit(
+            candidate, constraints.gpu_memory_gib * GIB, constraints.memory_margin
+        )
     time_s = candidate.time_s
     if constraints.deadline_s is not None and time_s is not None:
-        most_s = candidate.time_range_s[1]
+        most_s = candidate.training_time_range_s[1]
         if time_s > constraints.deadline_s:
             candidate.exclude(
                 "too slow", format_amount_and_limit(time_s, constraints.deadline_s, "s")
@@ -206,7 +211,7 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
         candidate.exclude("needs all workers", "the job stops when a worker is lost")
 
 
-def exclude_by_memory(candidate: Candidate, limit_bytes: float, memory_margin: float) -> None:
+def exclude_by_memory_limit(candidate: Candidate, limit_bytes: float, memory_margin: float) -> None:
     """Exclude a candidate whose peak memory, plus a reserve, exceeds the memory limit.
 
     Add a caveat if the memory is unknown. A peak excludes the memory of the driver, the libraries and the
@@ -217,16 +222,20 @@ def exclude_by_memory(candidate: Candidate, limit_bytes: float, memory_margin: f
         limit_bytes: Memory of a worker.
         memory_margin: Reserve as a fraction of the peak.
     """
-    held = candidate.model_states_bytes if candidate.is_on_cpu else candidate.memory_bytes
-    what = "model states alone" if candidate.is_on_cpu else "peak"
+    held = (
+        candidate.model_states_bytes if candidate.has_cpu_workers else candidate.peak_memory_bytes
+    )
+    what = "model states alone" if candidate.has_cpu_workers else "peak"
     if held is not None and held * (1 + memory_margin) > limit_bytes:
         reserve = f" plus a reserve of {100 * memory_margin:g} %" if held <= limit_bytes else ""
         name, unit = choose_byte_unit(limit_bytes)
         sizes = format_amount_and_limit(held / unit, limit_bytes / unit, name, reserve)
         candidate.exclude("does not fit", f"{what} {sizes}")
-    elif candidate.is_on_cpu or held is None:
+    elif candidate.has_cpu_workers or held is None:
         reason = (
-            "its records are of CPU processes" if candidate.is_on_cpu else "memory was not recorded"
+            "its records are of CPU processes"
+            if candidate.has_cpu_workers
+            else "memory was not recorded"
         )
         candidate.caveats.append(f"whether it fits is not known: {reason}")
 

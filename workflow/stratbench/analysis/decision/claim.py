@@ -14,12 +14,14 @@ from stratbench.analysis.decision.ranking import ComparisonWithChoice, Ranking
 from stratbench.cell.text.words import format_bytes, format_count, format_names, join_with_and
 
 
-def has_requested_worker_count(candidates: Sequence[Candidate], constraints: Constraints) -> bool:
+def has_candidate_with_requested_gpus(
+    candidates: Sequence[Candidate], constraints: Constraints
+) -> bool:
     """Return whether a candidate has the requested number of workers. True without a request."""
     return constraints.gpus is None or any(c.gpus == constraints.gpus for c in candidates)
 
 
-def iter_unanswered_constraints(
+def iter_constraints_without_results(
     candidates: Sequence[Candidate],
     choice: Candidate,
     worker_noun: str,
@@ -35,7 +37,7 @@ def iter_unanswered_constraints(
         constraints: Constraints of the decision.
         has_slowed_workers: Whether workers were slowed down on purpose.
     """
-    if not has_requested_worker_count(candidates, constraints):
+    if not has_candidate_with_requested_gpus(candidates, constraints):
         requested_workers = format_count(constraints.gpus, worker_noun)
         reason = choice.no_projection_reason or "this number was not measured"
         yield f"There are no results for {requested_workers}: {reason}."
@@ -56,7 +58,7 @@ class Claim:
 REMAINING_HAVE = {"worse score": "an acceptable {score}", "does not fit": "enough memory"}
 
 
-def find_better_excluded(
+def find_excluded_better_than_choice(
     candidates: Iterable[Candidate], choice: Candidate | None, exclusion_kinds: Iterable[str]
 ) -> dict[str, Candidate]:
     """Return, by kind of exclusion, the best excluded candidate that is better than the choice.
@@ -69,8 +71,8 @@ def find_better_excluded(
     best = {}
     for kind in exclusion_kinds:
         timed = [c for c in candidates if c.exclusion_kind == kind and c.time_s is not None]
-        one = min(timed, key=lambda c: (c.objective, c.gpus), default=None)
-        if one and (choice is None or one.objective < choice.objective):
+        one = min(timed, key=lambda c: (c.cost_or_time, c.gpus), default=None)
+        if one and (choice is None or one.cost_or_time < choice.cost_or_time):
             best[kind] = one
     return best
 
@@ -94,7 +96,7 @@ def compute_claim(
     faster, fastest = f"{fast}er", f"{fast}est"
     they_have = [
         REMAINING_HAVE[kind].format(score=first.score.name)
-        for kind in find_better_excluded(candidates, first, REMAINING_HAVE)
+        for kind in find_excluded_better_than_choice(candidates, first, REMAINING_HAVE)
     ]
     remaining = f" of the candidates with {' and '.join(they_have)}" if they_have else ""
     fastest_remaining = f"{fastest.capitalize()}{remaining}"
@@ -103,7 +105,7 @@ def compute_claim(
     )
     margin = f"{100 * constraints.equivalence_margin:g} %"
     ties = [c for c in ranking.comparisons if c.status == "tied"]
-    if first.is_projected:
+    if first.has_projected_time:
         conclusion = (
             f"Not significantly {faster} than {ties[0].alternative.name}"
             if ties
@@ -121,21 +123,21 @@ def compute_claim(
             return Claim("one run", text)
         return Claim("one run", f"{fastest_remaining}, {in_one_run_each}{but_its_score}.")
     if not ties:
-        reason = but_its_score or f": {describe_distance(ranking.comparisons[0])}"
+        reason = but_its_score or f": {describe_ratio_to_choice(ranking.comparisons[0])}"
         return Claim("winner", f"{fastest_remaining}{reason}.")
     names = [c.alternative.name for c in ties]
     tied_candidates = join_with_and(names) if len(ties) == 2 else format_names(names, 1)
     most = constraints.equivalence_margin + 1e-12
-    known_equal = ranking.max_lead is not None and ranking.max_lead <= most
+    known_equal = ranking.max_lead_over_choice is not None and ranking.max_lead_over_choice <= most
     if known_equal and all(c.ratio.value <= 1 + most for c in ties):
-        advantage = describe_advantage(first, [c.alternative for c in ties])
+        advantage = describe_advantage_over_ties(first, [c.alternative for c in ties])
         return Claim(
             "tie", f"As {fast} as {tied_candidates} within {margin}{advantage}{but_its_score}."
         )
     return Claim("apart", f"Not significantly {faster} than {tied_candidates}{but_its_score}.")
 
 
-def describe_distance(comparison: ComparisonWithChoice, rival: str = "the next") -> str:
+def describe_ratio_to_choice(comparison: ComparisonWithChoice, rival: str = "the next") -> str:
     """Return how much worse an alternative is than the choice: `the next takes 9 % longer`."""
     ratio, by_cost = comparison.ratio.value, comparison.alternative.is_ranked_by_cost
     if ratio >= 2:
@@ -152,12 +154,16 @@ def format_percentage(fraction: float) -> str:
     return f"{100 * fraction:.0f} %" if fraction >= 0.0095 else f"{100 * fraction:.1f} %"
 
 
-def describe_advantage(choice: Candidate, tied_candidates: Sequence[Candidate]) -> str:
+def describe_advantage_over_ties(choice: Candidate, tied_candidates: Sequence[Candidate]) -> str:
     """Return what the choice has over equally fast candidates: fewer workers, or less memory."""
     if all(choice.gpus < c.gpus for c in tied_candidates):
         return ", on fewer workers"
-    known = [c.trusted_memory_bytes for c in tied_candidates if c.trusted_memory_bytes is not None]
-    own = choice.trusted_memory_bytes
+    known = [
+        c.audited_peak_memory_bytes
+        for c in tied_candidates
+        if c.audited_peak_memory_bytes is not None
+    ]
+    own = choice.audited_peak_memory_bytes
     if own and len(known) == len(tied_candidates):
         saved = min(known) - own
         if saved >= 0.03 * own:

@@ -9,7 +9,7 @@ from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import format_percentage
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
-from stratbench.analysis.decision.tolerance import compute_chance_difference
+from stratbench.analysis.decision.tolerance import compute_chance_score_difference
 from stratbench.cell.text.words import format_count, format_names
 from stratbench.statistics.moderated import ROUGH
 
@@ -26,9 +26,9 @@ class Confidence:
     """Confidence of a decision: its level, a short main reason, and all reasons as sentences."""
 
     #: `high`, `medium` or `low`.
-    level: str
+    confidence_level: str
     reason: str
-    sentences: tuple[str, ...]
+    reason_sentences: tuple[str, ...]
 
 
 def compute_confidence(
@@ -52,28 +52,28 @@ def compute_confidence(
     first, rivals = ranking.chosen_candidate, [c.alternative for c in ranking.comparisons]
     runs = format_count(ranking.repeats, first.run)
     sentences = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
-    level, claim = compute_max_confidence_level(ranking)
+    level, claim = compute_highest_level_and_reason(ranking)
     sentences.append(claim)
     limits = []
     if not constraints.homogeneous and not slowdown_texts:
         limits.append((0, "unequal workers were not measured"))
     if not has_requested_gpus:
         limits.append((0, f"there are no results for {constraints.gpus} workers"))
-    if first.verdict_claim is not None:
+    if first.verdict_claim_and_confidence is not None:
         sentences.append(
-            f"The verdict on {format_count(first.gpus, 'worker')}: {first.verdict_claim[0]}"
+            f"The verdict on {format_count(first.gpus, 'worker')}: {first.verdict_claim_and_confidence[0]}"
         )
         # A verdict's confidence already takes nodes, full runs and dependent blocks into account.
-        by_verdict = LEVELS.index(first.verdict_claim[1])
+        by_verdict = LEVELS.index(first.verdict_claim_and_confidence[1])
         level = by_verdict if is_confirmed_by_verdict(ranking) else min(level, by_verdict)
-    elif first.repetition_unit == "block":
+    elif first.repetition_noun == "block":
         level = min(level, 1)
         sentences.append(
             f"The verdict on {format_count(first.gpus, 'worker')} makes no claim for the choice."
         )
     elif ranking.corrects_for_interim_looks:
         sentences.append(LOOKED_AGAIN)
-    limits.append((level, describe_repeats_limit(ranking, constraints, level)))
+    limits.append((level, describe_doubt_from_repeats(ranking, constraints, level)))
     if has_uncertain_score:
         limits.append((1, f"{runs}: the score is not certain"))
     losable = (
@@ -84,25 +84,25 @@ def compute_confidence(
         limits.append(
             (1, "equal scores are assumed" if first.skips_evaluation else "the score is not known")
         )
-    limits += [(1, words) for words in iter_short_caveats(ranking)]
+    limits += [(1, words) for words in iter_caveat_phrases(ranking)]
     hosts = set.union(set(), *(c.hosts for c in (first, *rivals)))
     if min(len(c.hosts) for c in (first, *rivals)) < 2:
         these_hosts = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         other_hosts = "other hosts may rank the strategies differently"
-        if is_robust_to_hosts(ranking, hosts):
+        if is_ranking_clear_on_one_host(ranking, hosts):
             change = format_percentage(ROUGH)
             other_hosts = (
                 f"only a host whose time ratios differ by over {change} may rank them differently"
             )
         else:
             limits.append((1, f"{runs} on one host"))
-        repeats = f"{first.repetition_unit}s"
+        repeats = f"{first.repetition_noun}s"
         sentences.append(f"All {repeats} ran on {these_hosts}; {other_hosts}." if hosts else "")
-    if unequal := describe_unequal_worker_counts(ranking, constraints.equivalence_margin):
+    if unequal := describe_unequal_mean_workers(ranking, constraints.equivalence_margin):
         limits.append((0, "the mean number of workers differs between strategies"))
         sentences.append(unequal)
     sentences += [*iter_score_caveats(first, constraints), *iter_caveat_sentences(ranking)]
-    if first.is_on_cpu:
+    if first.has_cpu_workers:
         sentences.append("The answer holds for CPU processes on this machine, not for GPUs.")
     if slowdown_texts and constraints.homogeneous:
         sentences.append(
@@ -111,15 +111,15 @@ def compute_confidence(
         )
     lowest = min(cap for cap, _ in limits)
     reason = next((words for cap, words in limits if cap == lowest and words), "")
-    if not reason and ranking.is_clear:
-        processes = " of CPU processes" if first.is_on_cpu else ""
+    if not reason and ranking.is_choice_clearly_fastest:
+        processes = " of CPU processes" if first.has_cpu_workers else ""
         reason = f"{runs}{processes} on {format_count(len(hosts), 'host')}, no doubts"
     elif not reason:
         reason = f"equal within {100 * constraints.equivalence_margin:g} %: either will do"
     return Confidence(LEVELS[lowest], reason, tuple(filter(None, sentences)))
 
 
-def is_robust_to_hosts(ranking: Ranking, hosts: set[str]) -> bool:
+def is_ranking_clear_on_one_host(ranking: Ranking, hosts: set[str]) -> bool:
     """Return whether all repeats ran on one host, with each alternative at least 10 % slower."""
     lows = [c.ratio.low for c in ranking.comparisons]
     return (
@@ -127,7 +127,7 @@ def is_robust_to_hosts(ranking: Ranking, hosts: set[str]) -> bool:
     )
 
 
-def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: int) -> str:
+def describe_doubt_from_repeats(ranking: Ranking, constraints: Constraints, level: int) -> str:
     """Return in a few words which doubt the repeats leave, or an empty text.
 
     Args:
@@ -137,15 +137,18 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
     """
     first = ranking.chosen_candidate
     runs = format_count(ranking.repeats, first.run)
-    if first.is_projected:
+    if first.has_projected_time:
         return "projected, not measured"
     if not ranking.comparisons:
         return f"{runs}, without a rival"
-    if ranking.max_lead is None:
+    if ranking.max_lead_over_choice is None:
         once = f"one {first.run} each" if len(first.times) < 2 else "some were measured once"
         return f"{once}: may be chance"
-    if level and (ranking.is_clear or ranking.max_lead <= constraints.equivalence_margin):
-        return f"{runs} each" if ranking.is_clear and ranking.repeats < 3 else ""
+    if level and (
+        ranking.is_choice_clearly_fastest
+        or ranking.max_lead_over_choice <= constraints.equivalence_margin
+    ):
+        return f"{runs} each" if ranking.is_choice_clearly_fastest and ranking.repeats < 3 else ""
     lows = [(c.ratio.low, c.alternative) for c in ranking.comparisons if c.ratio.low is not None]
     low, quickest = min(lows, key=lambda pair: pair[0], default=(1.0, None))
     if quickest is None or low >= 1:
@@ -155,7 +158,7 @@ def describe_repeats_limit(ranking: Ranking, constraints: Constraints, level: in
     return f"{quickest.name} may {'cost' if first.cost is not None else 'take'} {less}"
 
 
-def iter_short_caveats(ranking: Ranking) -> Iterator[str]:
+def iter_caveat_phrases(ranking: Ranking) -> Iterator[str]:
     """Yield in a few words the caveats on the choice, and on alternatives that the reason names."""
     first = ranking.chosen_candidate
     if first.caveats:
@@ -183,19 +186,22 @@ def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
 def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list[str]]]:
     """Yield the alternatives that the decision's reason names, with caveats that the choice lacks."""
     on_choice = ranking.chosen_candidate.caveats
-    for alternative in (comparison.alternative for comparison in ranking.nearest_alternatives):
+    for alternative in (comparison.alternative for comparison in ranking.comparisons_with_nearest):
         if caveats := [caveat for caveat in alternative.caveats if caveat not in on_choice]:
             yield alternative, caveats
 
 
-def describe_unequal_worker_counts(ranking: Ranking, equivalence_margin: float) -> str:
+def describe_unequal_mean_workers(ranking: Ranking, equivalence_margin: float) -> str:
     """Return a sentence on the mean numbers of present workers. Empty unless they differ clearly.
 
     The numbers differ if workers are separate jobs, which start at different times.
     """
     elastic = [
         c
-        for c in (ranking.chosen_candidate, *(c.alternative for c in ranking.nearest_alternatives))
+        for c in (
+            ranking.chosen_candidate,
+            *(c.alternative for c in ranking.comparisons_with_nearest),
+        )
         if c.mean_num_workers
     ]
     shares = [c.mean_num_workers / c.gpus for c in elastic if c.mean_num_workers]
@@ -213,21 +219,21 @@ def describe_unequal_worker_counts(ranking: Ranking, equivalence_margin: float) 
 def is_confirmed_by_verdict(ranking: Ranking) -> bool:
     """Return whether a verdict confirmed the choice, and all other numbers of workers are slower."""
     others = (c for c in ranking.comparisons if c.alternative.gpus != ranking.chosen_candidate.gpus)
-    return ranking.chosen_candidate.verdict_claim is not None and all(
+    return ranking.chosen_candidate.verdict_claim_and_confidence is not None and all(
         c.status == "slower" for c in others
     )
 
 
-def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
+def compute_highest_level_and_reason(ranking: Ranking) -> tuple[int, str]:
     """Return the highest confidence that the repeats allow, as an index into LEVELS, with a sentence."""
     first, repeats = ranking.chosen_candidate, ranking.repeats
-    if first.is_projected:
+    if first.has_projected_time:
         return (
             0,
             f"The time of the choice on {format_count(first.gpus, 'worker')} is projected (80 % interval), "
             "not measured.",
         )
-    if measured := [c for c in ranking.comparisons if not c.alternative.is_projected]:
+    if measured := [c for c in ranking.comparisons if not c.alternative.has_projected_time]:
         max_lead = max((0.0, *(1 / c.ratio.low - 1 for c in measured if c.ratio.low)))
         known = all(c.ratio.low is not None for c in measured)
         if len(measured) < len(ranking.comparisons):
@@ -241,34 +247,34 @@ def compute_max_confidence_level(ranking: Ranking) -> tuple[int, str]:
     elif ranking.comparisons:
         return 0, "All rivals of the choice are projected, with 80 % intervals."
     if not ranking.comparisons:
-        text = f"The choice was measured in {format_count(repeats, first.repetition_unit)} and has no rival."
+        text = f"The choice was measured in {format_count(repeats, first.repetition_noun)} and has no rival."
         return (1 if repeats > 1 else 0), text
-    if ranking.max_lead is None:
+    if ranking.max_lead_over_choice is None:
         return (
             0,
-            f"The order may be due to chance: {ranking.chance_reason}, so there is no interval.",
+            f"The order may be due to chance: {ranking.reason_for_chance_ranking}, so there is no interval.",
         )
-    over_repeats = f"Over {format_count(repeats, first.repetition_unit)}"
+    over_repeats = f"Over {format_count(repeats, first.repetition_noun)}"
     rivals = format_count(len(ranking.comparisons), "rival")
     rivals = {1: "its only rival", 2: "both rivals"}.get(len(ranking.comparisons), f"all {rivals}")
     faster = "cheaper" if first.is_ranked_by_cost else "faster"
-    if ranking.is_clear:
+    if ranking.is_choice_clearly_fastest:
         text = (
             f"{over_repeats} the choice is significantly {faster} than {rivals} "
             "(simultaneous 95 % intervals)."
         )
         return (2 if repeats >= 3 else 1), text
-    tied_rivals = format_count(len(ranking.tied_alternatives), "rival")
+    tied_rivals = format_count(len(ranking.alternatives_tied_with_choice), "rival")
     how_much = (
         "much"
-        if ranking.max_lead > 1
-        else f"up to {format_percentage(max(ranking.max_lead, 0.001))}"
+        if ranking.max_lead_over_choice > 1
+        else f"up to {format_percentage(max(ranking.max_lead_over_choice, 0.001))}"
     )
     text = (
         f"{over_repeats} the choice is not significantly {faster} than {tied_rivals}; a rival may be "
         f"{how_much} {faster} (simultaneous 95 % intervals)."
     )
-    return (1 if ranking.max_lead <= ROUGH else 0), text
+    return (1 if ranking.max_lead_over_choice <= ROUGH else 0), text
 
 
 def iter_score_caveats(choice: Candidate, constraints: Constraints) -> Iterator[str]:
@@ -280,9 +286,9 @@ def iter_score_caveats(choice: Candidate, constraints: Constraints) -> Iterator[
             yield f"The {choice.score.name} of the choice could not be compared with the best one."
         return
     score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
-    chance = compute_chance_difference(choice, choice)
+    chance = compute_chance_score_difference(choice, choice)
     if chance > tolerance:
-        difference = score.format_difference(chance, score.decimals - 1)
+        difference = score.format_difference(chance, score.shown_decimals - 1)
         yield (
             f"On {choice.test_samples:.0f} test samples, two equally good models differ by up to "
             f"{difference} by chance, more than the {tolerance:g} allowed."

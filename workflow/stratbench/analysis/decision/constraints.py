@@ -49,13 +49,13 @@ class Constraints:
         return self.score_tolerance.get(score.name, score.tolerance)
 
     @property
-    def ranking_criterion(self) -> str:
+    def ranking_criterion_text(self) -> str:
         """The criterion by which candidates are ranked, as text: `ranked by training time`."""
         if self.price_per_gpu_hour is None:
             return "ranked by training time"
         return f"ranked by cost at {self.price_per_gpu_hour:g} per GPU-hour"
 
-    def iter_sentences(self, other_criterion: str = "") -> Iterator[str]:
+    def iter_constraint_texts(self, other_criterion: str = "") -> Iterator[str]:
         """Yield a text for each constraint, including important defaults.
 
         Args:
@@ -82,4 +82,4 @@ class Constraints:
             if self.gang_scheduled
             else "workers that may join and leave"
         )
-        yield other_criterion or self.ranking_criterion
+        yield other_criterion or self.ranking_criterion_text

@@ -18,32 +18,32 @@ import pandas as pd
 
 from stratbench.analysis.decision.answer_line import format_answer_line
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.candidates import build_candidates
+from stratbench.analysis.decision.candidates import build_decision_candidates
 from stratbench.analysis.decision.claim import (
-    has_requested_worker_count,
-    iter_unanswered_constraints,
+    has_candidate_with_requested_gpus,
+    iter_constraints_without_results,
 )
 from stratbench.analysis.decision.confidence import compute_confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
-from stratbench.analysis.decision.ranking import Ranking, rank_comparisons
+from stratbench.analysis.decision.ranking import Ranking, rank_candidates_by_model
 from stratbench.analysis.decision.sentences import (
     describe_choice,
     describe_exclusions,
     iter_answer_changes,
-    iter_constraint_changes,
+    iter_changes_by_constraint,
     iter_excluded_strategies,
 )
 from stratbench.analysis.decision.short import (
     ShortAnswer,
-    build_empty_answer,
+    build_answer_without_choice,
     build_short_answer,
     format_summary_line,
 )
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import read_audit
-from stratbench.analysis.records.reading import list_readings
-from stratbench.cell.files import write_atomic
+from stratbench.analysis.records.findings import read_audit_findings
+from stratbench.analysis.records.reading import map_readings_by_extension
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import MIB, choose_noun_for_workers, wrap_lines
 from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.study.config.consistency import check_decided_model
@@ -110,7 +110,7 @@ def make_decisions(
     check_decided_model(constraints.model, cells["model"].astype(str))
     listed = findings.to_dict("records")
     studied = [
-        (rows, build_candidates(rows, listed, constraints, evidence))
+        (rows, build_decision_candidates(rows, listed, constraints, evidence))
         for _, rows in cells.groupby(["experiment", "model"], sort=False)
     ]
     # Decisions on all models are made together, even if one is requested, since variances are pooled.
@@ -130,16 +130,16 @@ def decide_with_pooled_variance(
         constraints: Constraints of the decision.
         evidence: Evidence of extensions.
     """
-    rankings = rank_comparisons(
+    rankings = rank_candidates_by_model(
         [candidates for _, candidates in models], constraints.equivalence_margin
     )
     return [
-        decide_model(rows, candidates, ranking, constraints, evidence)
+        decide_for_model(rows, candidates, ranking, constraints, evidence)
         for (rows, candidates), ranking in zip(models, rankings, strict=True)
     ]
 
 
-def decide_model(
+def decide_for_model(
     rows: pd.DataFrame,
     candidates: list[Candidate],
     ranking: Ranking | None,
@@ -163,9 +163,9 @@ def decide_model(
     )
     common = {"experiment": experiment, "dataset": dataset, "model": model}
     common["excluded"] = tuple(iter_excluded_strategies(candidates, {c.strategy for c in ranked}))
-    csv_rows = build_matrix_rows((experiment, dataset, model), candidates, ranking)
+    csv_rows = build_decision_csv_rows((experiment, dataset, model), candidates, ranking)
     if ranking is None:
-        nothing = build_empty_answer(candidates, constraints.memory_margin)
+        nothing = build_answer_without_choice(candidates, constraints.memory_margin)
         reasons = describe_exclusions(candidates)
         return Decision(
             **common,
@@ -173,22 +173,22 @@ def decide_model(
             reason=f"Every strategy is excluded: {reasons}. {nothing.remedy}".rstrip(),
             confidence="none",
             sure=("No candidate is left to rank.",),
-            changes=tuple(iter_constraint_changes(candidates, None)),
+            changes=tuple(iter_changes_by_constraint(candidates, None)),
             matrix_rows=csv_rows,
             short_answer=nothing,
         )
     noun = choose_noun_for_workers(rows["device_kind"])
     slowed = sorted(set(rows["slowdown"].dropna()))
-    score_open = ranking.chosen_candidate.may_miss_score_tolerance(constraints)
+    score_open = ranking.chosen_candidate.may_have_intolerable_score(constraints)
     sure = compute_confidence(
         ranking,
         constraints,
         slowed,
         score_open,
-        has_requested_worker_count(candidates, constraints),
+        has_candidate_with_requested_gpus(candidates, constraints),
     )
     unknown = list(
-        iter_unanswered_constraints(
+        iter_constraints_without_results(
             candidates, ranking.chosen_candidate, noun, constraints, bool(slowed)
         )
     )
@@ -201,15 +201,15 @@ def decide_model(
         **common,
         choice=ranking.chosen_candidate,
         reason=describe_choice(candidates, ranking, noun, constraints),
-        confidence=sure.level,
-        sure=sure.sentences,
+        confidence=sure.confidence_level,
+        sure=sure.reason_sentences,
         changes=(*iter_answer_changes(candidates, ranking, constraints), *further),
         matrix_rows=csv_rows,
         short_answer=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
 
 
-def build_matrix_rows(
+def build_decision_csv_rows(
     experiment_dataset_model: tuple[str, str, str],
     candidates: list[Candidate],
     ranking: Ranking | None,
@@ -243,7 +243,7 @@ def build_matrix_rows(
             "reason": c.exclusion_reason,
             "basis": c.basis, "repeats": len(c.times), "time_s": c.time_s, "time_low_s": c.time_low_s,
             "time_high_s": c.time_high_s, "cost": c.cost,
-            "memory_mib": c.memory_bytes and c.memory_bytes / MIB, "score": c.mean_score,
+            "memory_mib": c.peak_memory_bytes and c.peak_memory_bytes / MIB, "score": c.mean_score,
             "score_name": c.score.name, "score_unit": c.score.shown_unit,
             **dict(zip(("ratio_to_first", "low", "high"), ratio, strict=True)),
             "score_loss_upper": c.score_loss_upper,
@@ -275,11 +275,11 @@ def describe_decisions(
         constraint_texts: Texts on the constraints; if empty, `constraints` gives them.
         extension_answers: Answers of extensions.
     """
-    texts = constraint_texts or constraints.iter_sentences()
+    texts = constraint_texts or constraints.iter_constraint_texts()
     lines = [f"Constraints: {'; '.join(texts)}.", *notes, ""]
-    common = find_common_sentences(decisions)
+    common = find_reasons_common_to_decisions(decisions)
     for d in decisions:
-        lines.append(format_title(d))
+        lines.append(format_decision_title(d))
         lines.append(f"  {d.reason}")
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
         lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
@@ -290,16 +290,18 @@ def describe_decisions(
         lines += [*(f"For all answers: {sentence}" for sentence in common), ""]
     for answer in extension_answers:
         lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
-    lead = format_summary_line(name_answers(decisions))
-    return wrap_lines([*lines, lead, *(format_answer_line(build_answer(d)) for d in decisions)])
+    lead = format_summary_line(list_named_answers(decisions))
+    return wrap_lines(
+        [*lines, lead, *(format_answer_line(build_answers_json_entry(d)) for d in decisions)]
+    )
 
 
-def format_title(decision: Decision) -> str:
+def format_decision_title(decision: Decision) -> str:
     """Return a title for a decision: its model, its experiment, and its headline."""
     return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
-def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
+def list_named_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
     """Return each short answer with a name: the model, with its experiment if this is ambiguous."""
     models = [d.model for d in decisions]
     return [
@@ -308,7 +310,7 @@ def name_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]
     ]
 
 
-def find_common_sentences(decisions: Sequence[Decision]) -> list[str]:
+def find_reasons_common_to_decisions(decisions: Sequence[Decision]) -> list[str]:
     """Return the reasons for the confidence that all decisions share, which are shown only once."""
     if len(decisions) < 2:
         return []
@@ -330,18 +332,18 @@ def build_answers_json(
         extension_answers: Answers of extensions, by extension.
     """
     return {
-        "common": find_common_sentences(decisions),
-        "constraints": list(constraints.iter_sentences()),
+        "common": find_reasons_common_to_decisions(decisions),
+        "constraints": list(constraints.iter_constraint_texts()),
         "equivalence_margin": constraints.equivalence_margin,
         "by_cost": constraints.price_per_gpu_hour is not None,
         "across": list(notes),
-        "lead": format_summary_line(name_answers(decisions)),
-        "answers": [build_answer(decision) for decision in decisions],
+        "lead": format_summary_line(list_named_answers(decisions)),
+        "answers": [build_answers_json_entry(decision) for decision in decisions],
         "further": extension_answers or {},
     }
 
 
-def build_answer(decision: Decision) -> dict[str, Any]:
+def build_answers_json_entry(decision: Decision) -> dict[str, Any]:
     """Return the entry of answers.json for a decision."""
     words = ("experiment", "dataset", "model", "headline", "reason")
     words += ("confidence", "sure", "changes", "excluded")
@@ -372,9 +374,9 @@ def write_decisions(
         name: answer for name, one in evidence.items() if (answer := one.build_separate_answer())
     }
     rows = [row for decision in decisions for row in decision.matrix_rows]
-    write_atomic(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
+    write_text_atomically(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = describe_study_findings(findings)
-    write_atomic(
+    write_text_atomically(
         answers_out,
         json.dumps(build_answers_json(decisions, notes, constraints, further), indent=1) + "\n",
     )
@@ -391,7 +393,7 @@ def read_evidence(extension_files: Iterable[str], constraints: Constraints) -> d
     paths = dict(pair.split("=", 1) for pair in extension_files)
     return {
         name: reading.read_evidence(paths.get(name, ""), constraints)
-        for name, reading in list_readings().items()
+        for name, reading in map_readings_by_extension().items()
         if reading.read_evidence is not None
     }
 
@@ -428,7 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     constraints = Constraints.from_json(args.constraints)
-    cells, findings = read_cells(args.cells), read_audit(args.audit)
+    cells, findings = read_cells(args.cells), read_audit_findings(args.audit)
     evidence = read_evidence(args.evidence, constraints)
     try:
         decided = make_decisions(cells, findings, constraints, list(evidence.values()))

@@ -38,7 +38,7 @@ class Standings(NamedTuple):
     repeats: np.ndarray
     slower: np.ndarray  # whether the interval excludes equal times and the ratio exceeds the margin
     # Logarithm of the ratio by which a candidate may be faster than the chosen one, shape [...].
-    max_lead: np.ndarray
+    max_log_lead: np.ndarray
 
 
 def find_choice_index(
@@ -95,7 +95,9 @@ def compare_with_choice(
     itself = np.arange(mean_logs.shape[-1]) == chosen_index[..., None]
     first = np.take_along_axis(mean_logs, chosen_index[..., None], axis=-1)
     mean = np.where(np.isfinite(differences.mean) & ~itself, differences.mean, mean_logs - first)
-    half = moderated.compute_half_widths(variances, dof, differences.repeats, tail_probability)
+    half = moderated.compute_interval_half_widths(
+        variances, dof, differences.repeats, tail_probability
+    )
     low, high = mean - half, mean + half
     beyond = mean > np.log1p(margin) + 1e-12
     screened = (differences.repeats == 1) & (mean >= np.log(moderated.SCREEN)) & (dof == 0)
@@ -126,7 +128,7 @@ class RankingNoise:
 
     #: Standard deviation of the logarithm of a time (or cost) between repeats.
     log_time_sd: float
-    n_candidates: int
+    num_ranked_candidates: int
     #: Degrees of freedom that the other candidates add to a variance, per repeat beyond the first.
     prior_dof_per_repeat: float
 
@@ -146,7 +148,7 @@ class RankingNoise:
         dof = (
             n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.prior_dof_per_repeat * (n - 1)) / 2
         )
-        needed = -stdtrit(dof, float(moderated.compute_decision_tail(self.n_candidates)))
+        needed = -stdtrit(dof, float(moderated.compute_decision_tail(self.num_ranked_candidates)))
         apart = np.log1p(difference) / np.sqrt(2 * self.log_time_sd**2 / n)
         enough = n[nctdtr(dof, apart, needed) <= MISSED]
         return int(enough[0]) if len(enough) else None
@@ -159,19 +161,19 @@ class Ranking:
     chosen_candidate: Candidate
     comparisons: tuple[ComparisonWithChoice, ...]
     #: The fraction by which an alternative may be faster (or cheaper) than the choice; None if unknown.
-    max_lead: float | None
+    max_lead_over_choice: float | None
     #: Noise of the repeats; None if unknown.
     noise: RankingNoise | None
     #: Whether intervals are corrected for repeated looks at results, since no number of repeats was planned.
     corrects_for_interim_looks: bool
 
     @property
-    def tied_alternatives(self) -> list[Candidate]:
+    def alternatives_tied_with_choice(self) -> list[Candidate]:
         """The alternatives without a significant difference from the choice."""
         return [c.alternative for c in self.comparisons if c.status == "tied"]
 
     @property
-    def nearest_alternatives(self) -> list[ComparisonWithChoice]:
+    def comparisons_with_nearest(self) -> list[ComparisonWithChoice]:
         """Comparisons with the best alternative, and with the best one of another strategy."""
         others = (
             c for c in self.comparisons if c.alternative.strategy != self.chosen_candidate.strategy
@@ -180,7 +182,7 @@ class Ranking:
         return [c for c in self.comparisons if c is self.comparisons[0] or c is other]
 
     @property
-    def is_clear(self) -> bool:
+    def is_choice_clearly_fastest(self) -> bool:
         """Whether every alternative is clearly slower than the choice."""
         return all(c.status == "slower" for c in self.comparisons)
 
@@ -190,23 +192,23 @@ class Ranking:
         with_interval = [
             c.repeats
             for c in self.comparisons
-            if c.ratio.low is not None and not c.alternative.is_projected
+            if c.ratio.low is not None and not c.alternative.has_projected_time
         ]
         return min(with_interval, default=len(self.chosen_candidate.times))
 
     @property
-    def chance_reason(self) -> str | None:
+    def reason_for_chance_ranking(self) -> str | None:
         """Why the ranking may be due to chance. None with enough repeats, or nothing to compare."""
-        if not self.comparisons or self.chosen_candidate.is_projected:
+        if not self.comparisons or self.chosen_candidate.has_projected_time:
             return None
         if len(self.chosen_candidate.times) < 2:
-            return f"measured in one {self.chosen_candidate.repetition_unit}"
+            return f"measured in one {self.chosen_candidate.repetition_noun}"
         if any(c.ratio.low is None and c.status != "slower" for c in self.comparisons):
             return "some rivals were measured once, or not at all"
         return None
 
 
-def rank_comparisons(
+def rank_candidates_by_model(
     candidates_by_model: Sequence[Sequence[Candidate]], margin: float
 ) -> list[Ranking | None]:
     """Return, for each model, a ranking of the candidates that are not excluded.
@@ -220,10 +222,10 @@ def rank_comparisons(
     if not any(comparison.remaining_indices for comparison in comparisons):
         return [None] * len(comparisons)
     groups = moderated.GroupScatter(
-        *map(np.concatenate, zip(*(b.repeat_variances for b in comparisons), strict=True))
+        *map(np.concatenate, zip(*(b.variances_between_repeats for b in comparisons), strict=True))
     )
     differences = moderated.Differences(
-        *map(np.concatenate, zip(*(b.differences for b in comparisons), strict=True))
+        *map(np.concatenate, zip(*(b.differences_from_choice for b in comparisons), strict=True))
     )
     served = np.array(
         [c.has_servers for comparison in comparisons for c in comparison.candidates], dtype=bool
@@ -231,7 +233,7 @@ def rank_comparisons(
     sizes = [len(comparison.candidates) for comparison in comparisons]
     starts = np.cumsum([0, *sizes[:-1]])
     first = np.repeat(starts + [comparison.chosen_index for comparison in comparisons], sizes)
-    variance, dof = moderated.moderate_variances_by_groups(differences, groups, served, first)
+    variance, dof = moderated.shrink_variances_by_groups(differences, groups, served, first)
     return [
         comparison.build_ranking(variance[start:][:size], dof[start:][:size], margin)
         if comparison.remaining_indices
@@ -250,8 +252,8 @@ class RankedGroup:
     #: The index of the chosen candidate; 0 if there is none.
     chosen_index: int
     #: Differences of the remaining candidates from the chosen one.
-    differences: moderated.Differences
-    repeat_variances: moderated.GroupScatter
+    differences_from_choice: moderated.Differences
+    variances_between_repeats: moderated.GroupScatter
 
     @classmethod
     def from_candidates(cls, candidates: Sequence[Candidate], margin: float) -> RankedGroup:
@@ -261,18 +263,22 @@ class RankedGroup:
         """
         left = [i for i, c in enumerate(candidates) if not c.exclusion_kind]
         times = [c.times if c.exclusion_kind != UNUSABLE else c.times[:0] for c in candidates]
-        logs = compute_log_objectives_by_repeat(candidates, times)
+        logs = compute_logs_of_cost_or_time_by_repeat(candidates, times)
         chosen = 0
         if left:
             comparison = [candidates[i] for i in left]
             among = find_choice_index(
-                compute_log_objectives(comparison), rank_by_preference(comparison), margin
+                compute_logs_of_cost_or_time(comparison),
+                rank_by_gpus_and_memory(comparison),
+                margin,
             )
             chosen = left[int(among)]
         differences = compute_differences_from_choice(logs, np.array(chosen))
         out = np.array([bool(c.exclusion_kind) for c in candidates], dtype=bool)
         differences = differences._replace(repeats=np.where(out, 0, differences.repeats))
-        return cls(candidates, left, chosen, differences, moderated.compute_group_variances(logs))
+        return cls(
+            candidates, left, chosen, differences, moderated.compute_variances_between_repeats(logs)
+        )
 
     def build_ranking(self, variances: np.ndarray, dof: np.ndarray, margin: float) -> Ranking:
         """Return the ranking of the group's candidates, from moderated variances of differences.
@@ -285,9 +291,11 @@ class RankedGroup:
         comparison = [self.candidates[i] for i in self.remaining_indices]
         fixed = all(c.has_planned_repeats for c in comparison)
         stood = compare_with_choice(
-            moderated.Differences(*(part[self.remaining_indices] for part in self.differences)),
+            moderated.Differences(
+                *(part[self.remaining_indices] for part in self.differences_from_choice)
+            ),
             np.array(self.remaining_indices.index(self.chosen_index)),
-            compute_log_objectives(comparison),
+            compute_logs_of_cost_or_time(comparison),
             variances[self.remaining_indices],
             dof[self.remaining_indices],
             moderated.compute_decision_tail(
@@ -298,7 +306,9 @@ class RankedGroup:
         return Ranking(
             chosen_candidate=self.candidates[self.chosen_index],
             comparisons=tuple(iter_comparisons(comparison, stood, margin)),
-            max_lead=float(np.expm1(stood.max_lead)) if np.isfinite(stood.max_lead) else None,
+            max_lead_over_choice=float(np.expm1(stood.max_log_lead))
+            if np.isfinite(stood.max_log_lead)
+            else None,
             noise=self.noise,
             corrects_for_interim_looks=bool(not fixed and stood.repeats.max() > 1),
         )
@@ -307,7 +317,7 @@ class RankedGroup:
     def noise(self) -> RankingNoise | None:
         """The noise of the group's repeats, or None if every candidate has one repeat."""
         groups = moderated.GroupScatter(
-            *(part[self.remaining_indices] for part in self.repeat_variances)
+            *(part[self.remaining_indices] for part in self.variances_between_repeats)
         )
         if not groups.pooled_variance > 0:  # also true for NaN, the variance without repeats
             return None
@@ -317,12 +327,12 @@ class RankedGroup:
         )
 
 
-def compute_log_objectives(candidates: Sequence[Candidate]) -> np.ndarray:
+def compute_logs_of_cost_or_time(candidates: Sequence[Candidate]) -> np.ndarray:
     """Return the logarithm of each candidate's cost, or of its training time without a price."""
-    return np.log([c.objective for c in candidates])
+    return np.log([c.cost_or_time for c in candidates])
 
 
-def compute_log_objectives_by_repeat(
+def compute_logs_of_cost_or_time_by_repeat(
     candidates: Sequence[Candidate], times_s: Sequence[pd.Series]
 ) -> np.ndarray:
     """Return the logarithm of each candidate's cost or time in each repeat, shape [candidates, repeats].
@@ -333,15 +343,15 @@ def compute_log_objectives_by_repeat(
             with a cell's repeat.
     """
     repeats = list(dict.fromkeys(repeat for series in times_s for repeat in series.index))
-    per_second = [c.objective / c.time_s if c.time_s else np.nan for c in candidates]
+    per_second = [c.cost_or_time / c.time_s if c.time_s else np.nan for c in candidates]
     values = np.array([series.reindex(repeats).to_numpy(dtype=float) for series in times_s])
     return np.log(values.reshape(len(candidates), -1) * np.array(per_second)[:, None])
 
 
-def rank_by_preference(candidates: Sequence[Candidate]) -> np.ndarray:
+def rank_by_gpus_and_memory(candidates: Sequence[Candidate]) -> np.ndarray:
     """Return each candidate's place in the order of preference: fewest GPUs, then least memory."""
     # Peaks are compared in steps of 3 %, so that a difference of one percent counts as equal.
-    held = [c.trusted_memory_bytes for c in candidates]
+    held = [c.audited_peak_memory_bytes for c in candidates]
     steps = [round(np.log(n_bytes) / 0.03) if n_bytes else np.inf for n_bytes in held]
     keys = [(c.gpus, step) for c, step in zip(candidates, steps, strict=True)]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}
@@ -359,12 +369,12 @@ def iter_comparisons(
         margin: Fraction within which candidates are equal.
     """
     for i in sorted(
-        range(len(candidates)), key=lambda i: (candidates[i].objective, candidates[i].gpus)
+        range(len(candidates)), key=lambda i: (candidates[i].cost_or_time, candidates[i].gpus)
     ):
         if i == int(standings.chosen):
             continue
-        if candidates[i].is_projected or candidates[int(standings.chosen)].is_projected:
-            yield compare_projected(
+        if candidates[i].has_projected_time or candidates[int(standings.chosen)].has_projected_time:
+            yield compare_projected_with_choice(
                 candidates[i], candidates[int(standings.chosen)], float(standings.mean[i]), margin
             )
             continue
@@ -374,11 +384,11 @@ def iter_comparisons(
         log = IntervalEstimate(
             standings.mean[i], *((standings.low[i], standings.high[i]) if known else ())
         )
-        ratio = log.map_values(lambda x: float(np.exp(x)))
+        ratio = log.map_value_and_ends(lambda x: float(np.exp(x)))
         yield ComparisonWithChoice(candidates[i], ratio, int(standings.repeats[i]), stand)
 
 
-def compare_projected(
+def compare_projected_with_choice(
     alternative: Candidate, choice: Candidate, log_ratio: float, margin: float
 ) -> ComparisonWithChoice:
     """Return the comparison of an alternative with the choice, of which one time is projected.
@@ -394,7 +404,10 @@ def compare_projected(
     ratio = float(np.exp(log_ratio))
     # This factor converts a ratio of times to one of costs; it is 1 without a price.
     cost_factor = ratio * (choice.time_s or 1.0) / (alternative.time_s or 1.0)
-    (low_s, high_s), (own_low_s, own_high_s) = alternative.time_range_s, choice.time_range_s
+    (low_s, high_s), (own_low_s, own_high_s) = (
+        alternative.training_time_range_s,
+        choice.training_time_range_s,
+    )
     low, high = cost_factor * low_s / own_high_s, cost_factor * high_s / own_low_s
     is_slower = low > 1 and ratio > 1 + margin
     return ComparisonWithChoice(

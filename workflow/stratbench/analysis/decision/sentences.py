@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import find_better_excluded, format_percentage
+from stratbench.analysis.decision.claim import find_excluded_better_than_choice, format_percentage
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MAX_REPEATS, ComparisonWithChoice, Ranking
 from stratbench.analysis.records.measures import format_number
@@ -23,17 +23,19 @@ from stratbench.statistics.moderated import ROUGH
 MAX_OF_A_REASON = 120
 
 
-def format_name(candidate: Candidate, worker_noun: str) -> str:
+def format_candidate_on_workers(candidate: Candidate, worker_noun: str) -> str:
     """Return a candidate as text, with a given noun for its workers: `ddp on 4 GPUs`."""
     return f"{candidate.strategy} on {format_count(candidate.gpus, worker_noun)}"
 
 
-def format_full_name(candidate: Candidate) -> str:
+def format_candidate_with_worker_count(candidate: Candidate) -> str:
     """Return a candidate as text, with its number of workers: `ddp on 4 workers`."""
-    return format_name(candidate, "worker")
+    return format_candidate_on_workers(candidate, "worker")
 
 
-def describe_score_loss(choice: Candidate, worker_noun: str, constraints: Constraints) -> str:
+def describe_possible_score_loss(
+    choice: Candidate, worker_noun: str, constraints: Constraints
+) -> str:
     """Return a sentence on how much worse than the best the choice's score may be.
 
     The text is empty if the score is certainly within the tolerance.
@@ -43,13 +45,13 @@ def describe_score_loss(choice: Candidate, worker_noun: str, constraints: Constr
         worker_noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    if not choice.may_miss_score_tolerance(constraints):
+    if not choice.may_have_intolerable_score(constraints):
         return ""
     score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
-    max_loss = score.format_difference(choice.score_loss_upper, score.decimals - 1)
+    max_loss = score.format_difference(choice.score_loss_upper, score.shown_decimals - 1)
     return (
-        f"The {score.name} of {format_name(choice, worker_noun)} may be up to {max_loss} worse than that "
-        f"of {choice.best_scoring_names} ({tolerance:g} allowed)."
+        f"The {score.name} of {format_candidate_on_workers(choice, worker_noun)} may be up to {max_loss} worse than that "
+        f"of {choice.best_scoring_candidate_names} ({tolerance:g} allowed)."
     )
 
 
@@ -59,19 +61,19 @@ def describe_exclusions(excluded: Sequence[Candidate]) -> str:
     for candidate in excluded:
         by_kind.setdefault(candidate.exclusion_kind, []).append(candidate)
     return "; ".join(
-        f"{', '.join(dict.fromkeys(c.strategy for c in same))}: {kind} ({describe_nearest_exclusion(same)})"
+        f"{', '.join(dict.fromkeys(c.strategy for c in same))}: {kind} ({describe_exclusion_nearest_to_limit(same)})"
         for kind, same in by_kind.items()
     )
 
 
-def describe_nearest_exclusion(excluded: Sequence[Candidate]) -> str:
+def describe_exclusion_nearest_to_limit(excluded: Sequence[Candidate]) -> str:
     """Return why the excluded candidate that is nearest to the limit is excluded.
 
     The candidate's name precedes the reason if the candidates have different reasons.
     """
     nearest = min(
         excluded,
-        key=lambda c: math.inf if (amount := get_required_amount(c)) is None else amount,
+        key=lambda c: math.inf if (amount := get_exceeding_amount(c)) is None else amount,
     )
     has_one_reason = len({c.exclusion_reason for c in excluded}) == 1
     named = "" if has_one_reason else f"the nearest, {nearest.name}: "
@@ -80,12 +82,12 @@ def describe_nearest_exclusion(excluded: Sequence[Candidate]) -> str:
     )
 
 
-def get_required_amount(excluded: Candidate) -> float | None:
+def get_exceeding_amount(excluded: Candidate) -> float | None:
     """Return the memory, time or number of workers that exceeds a limit. None for other reasons."""
     by_kind = {
         "does not fit": excluded.model_states_bytes
-        if excluded.is_on_cpu
-        else excluded.memory_bytes,
+        if excluded.has_cpu_workers
+        else excluded.peak_memory_bytes,
         "too slow": excluded.time_s,
         "needs more workers": excluded.gpus,
     }
@@ -108,8 +110,8 @@ def describe_choice(
     """
     first = ranking.chosen_candidate
     sentences = [
-        describe_results(first, worker_noun),
-        *filter(None, [describe_score_loss(first, worker_noun, constraints)]),
+        describe_results_of_choice(first, worker_noun),
+        *filter(None, [describe_possible_score_loss(first, worker_noun, constraints)]),
     ]
     if first.has_servers and first.cost is not None:
         sentences.append(
@@ -117,11 +119,14 @@ def describe_choice(
             "(`processes` in cells.csv)."
         )
     if not constraints.homogeneous:
-        sentences += iter_slow_worker_changes(ranking)
+        sentences += iter_changes_by_slow_worker(ranking)
     sentences += [
-        describe_alternative(c, worker_noun, constraints) for c in ranking.nearest_alternatives
+        describe_alternative_to_choice(c, worker_noun, constraints)
+        for c in ranking.comparisons_with_nearest
     ]
-    sentences += filter(None, [describe_missing_projections(candidates, worker_noun, constraints)])
+    sentences += filter(
+        None, [describe_strategies_without_projection(candidates, worker_noun, constraints)]
+    )
     if not ranking.comparisons:
         out = [c for c in candidates if c.exclusion_kind]
         sentences.append(
@@ -132,27 +137,27 @@ def describe_choice(
     return " ".join(sentences)
 
 
-def describe_results(choice: Candidate, worker_noun: str) -> str:
+def describe_results_of_choice(choice: Candidate, worker_noun: str) -> str:
     """Return a sentence with the results of the chosen candidate: time, score and memory."""
-    if choice.is_projected:
-        return choice.projected_figures
-    name = format_name(choice, worker_noun)
-    parts = [f"{name} trains in {describe_amount(choice)}{describe_price(choice)}"]
-    if choice.rate_text:
-        parts[0] += f" at {choice.rate_text}"
+    if choice.has_projected_time:
+        return choice.projection_text
+    name = format_candidate_on_workers(choice, worker_noun)
+    parts = [f"{name} trains in {format_time_and_cost(choice)}{format_gpu_hours_and_price(choice)}"]
+    if choice.token_rate_text:
+        parts[0] += f" at {choice.token_rate_text}"
     if choice.mean_score is not None:
         parts.append(f"reaches {choice.score.name} {choice.score.format_score(choice.mean_score)}")
-    if choice.memory_bytes is not None:
-        above = " above its base" if choice.is_on_cpu else ""
-        doubted = f" (doubted by the audit: {', '.join(choice.memory_caveats)})"
+    if choice.peak_memory_bytes is not None:
+        above = " above its base" if choice.has_cpu_workers else ""
+        doubted = f" (doubted by the audit: {', '.join(choice.memory_finding_rules)})"
         parts.append(
-            f"has a peak of {format_bytes(choice.memory_bytes)} per worker{above}"
-            f"{doubted if choice.memory_caveats else ''}"
+            f"has a peak of {format_bytes(choice.peak_memory_bytes)} per worker{above}"
+            f"{doubted if choice.memory_finding_rules else ''}"
         )
     return f"{join_with_and(parts)}."
 
 
-def describe_missing_projections(
+def describe_strategies_without_projection(
     candidates: Sequence[Candidate], worker_noun: str, constraints: Constraints
 ) -> str:
     """Return a sentence that names strategies whose times could not be projected, with reasons.
@@ -169,7 +174,7 @@ def describe_missing_projections(
         if c.no_projection_reason:
             names_by_reason.setdefault(c.no_projection_reason, {})[c.strategy] = None
     # If no strategy has a projection, the claim of the answer already gives the reason.
-    if not names_by_reason or not any(c.is_projected for c in candidates):
+    if not names_by_reason or not any(c.has_projected_time for c in candidates):
         return ""
     strategies_and_reasons = "; ".join(
         f"{join_with_and(list(names))} ({reason})" for reason, names in names_by_reason.items()
@@ -178,7 +183,7 @@ def describe_missing_projections(
     return f"There is no projection to {requested_workers} for {strategies_and_reasons}."
 
 
-def describe_alternative(
+def describe_alternative_to_choice(
     comparison: ComparisonWithChoice, worker_noun: str, constraints: Constraints
 ) -> str:
     """Return a sentence that compares an alternative's time (or cost) with the choice's.
@@ -188,8 +193,8 @@ def describe_alternative(
         worker_noun: Noun for workers.
         constraints: Constraints of the decision.
     """
-    alternative = format_name(comparison.alternative, worker_noun)
-    time = describe_amount(comparison.alternative)
+    alternative = format_candidate_on_workers(comparison.alternative, worker_noun)
+    time = format_time_and_cost(comparison.alternative)
     ratio, by_cost = comparison.ratio.value, comparison.alternative.is_ranked_by_cost
     if ratio == 1:
         takes_exactly_as_long = "costs exactly as much" if by_cost else "takes exactly as long"
@@ -203,26 +208,26 @@ def describe_alternative(
             f"(margin: {margin}). Among equals, fewer {pluralize(worker_noun)} and then less memory decide."
         )
     shown = "{:.4f}" if f"{ratio:.2f}" == "1.00" else "{:.2f}"
-    ratio_text = comparison.ratio.format_text(shown.format, "{:.2f}".format)
+    ratio_text = comparison.ratio.format_value_and_interval(shown.format, "{:.2f}".format)
     if by_cost:
         return f"{alternative} costs {ratio_text} times as much as the choice ({time})."
     return f"{alternative} takes {ratio_text} times as long as the choice ({time})."
 
 
-def describe_amount(candidate: Candidate) -> str:
+def format_time_and_cost(candidate: Candidate) -> str:
     """Return a candidate's training time as text, with the cost if a price is set."""
     seconds = f"{format_number(candidate.time_s or 0.0, None)} s"
-    if candidate.is_projected:
-        low, high = (format_number(value, None) for value in candidate.time_range_s)
+    if candidate.has_projected_time:
+        low, high = (format_number(value, None) for value in candidate.training_time_range_s)
         seconds += f" (projected, 80 %: {low} to {high} s)"
     return seconds if candidate.cost is None else f"{seconds} at a cost of {candidate.cost:.3g}"
 
 
-def describe_price(candidate: Candidate) -> str:
+def format_gpu_hours_and_price(candidate: Candidate) -> str:
     """Return how a cost was computed: ` (2.5 GPU-hours at 3 each)`. Empty without a price."""
     if candidate.cost is None or not candidate.price_per_gpu_hour:
         return ""
-    unit = "process-hours" if candidate.is_on_cpu else "GPU-hours"
+    unit = "process-hours" if candidate.has_cpu_workers else "GPU-hours"
     hours = candidate.cost / candidate.price_per_gpu_hour
     return f" ({hours:.3g} {unit} at {candidate.price_per_gpu_hour:g} each)"
 
@@ -242,42 +247,47 @@ def iter_answer_changes(
     """
     first = ranking.chosen_candidate
     ranked = [first, *(c.alternative for c in ranking.comparisons)]
-    if first.is_projected:
+    if first.has_projected_time:
         yield f"Training on {first.gpus} workers: the measured times would replace the projected ones."
-    elif ranking.comparisons and (ranking.chance_reason or not ranking.is_clear):
-        advice = advise_repeats(ranking)
-        yield f"More {first.repetition_unit}s, which would show whether the order is significant.{advice}"
-    yield from iter_constraint_changes(candidates, first)
+    elif ranking.comparisons and (
+        ranking.reason_for_chance_ranking or not ranking.is_choice_clearly_fastest
+    ):
+        advice = advise_number_of_repeats(ranking)
+        yield f"More {first.repetition_noun}s, which would show whether the order is significant.{advice}"
+    yield from iter_changes_by_constraint(candidates, first)
     tolerance = constraints.find_score_tolerance(first.score)
-    if first.may_miss_score_tolerance(constraints):
+    if first.may_have_intolerable_score(constraints):
         sure = [
             c for c in ranked if c.score_loss_upper is not None and c.score_loss_upper <= tolerance
         ]
         if sure:
-            candidate, time = format_full_name(sure[0]), describe_amount(sure[0])
+            candidate, time = (
+                format_candidate_with_worker_count(sure[0]),
+                format_time_and_cost(sure[0]),
+            )
             yield (
                 f"A score that is surely within the tolerance: then {candidate} would be chosen ({time})."
             )
-    smaller = [c for c in ranked if needs_less_memory(c, first)]
-    if smaller and first.memory_bytes:
+    smaller = [c for c in ranked if needs_less_memory_than_choice(c, first)]
+    if smaller and first.peak_memory_bytes:
         candidate, its_memory = (
-            format_full_name(smaller[0]),
-            format_bytes(smaller[0].memory_bytes or 0),
+            format_candidate_with_worker_count(smaller[0]),
+            format_bytes(smaller[0].peak_memory_bytes or 0),
         )
         yield (
-            f"GPUs with less memory than {format_bytes(first.memory_bytes)}: then {candidate} would be "
+            f"GPUs with less memory than {format_bytes(first.peak_memory_bytes)}: then {candidate} would be "
             f"chosen ({its_memory})."
         )
     if constraints.homogeneous:
-        yield from iter_slow_worker_changes(ranking)
+        yield from iter_changes_by_slow_worker(ranking)
 
 
-def advise_repeats(ranking: Ranking) -> str:
+def advise_number_of_repeats(ranking: Ranking) -> str:
     """Return a sentence on the number of repeats that the measured noise requires.
 
     It begins with a blank. Empty for blocks, whose number a verdict states.
     """
-    if ranking.chosen_candidate.repetition_unit != "repeat":
+    if ranking.chosen_candidate.repetition_noun != "repeat":
         return ""
     if ranking.noise is None:
         return " A single repeat does not show the noise; five repeats are a good start."
@@ -290,13 +300,13 @@ def advise_repeats(ranking: Ranking) -> str:
     )
 
 
-def needs_less_memory(candidate: Candidate, choice: Candidate) -> bool:
+def needs_less_memory_than_choice(candidate: Candidate, choice: Candidate) -> bool:
     """Return whether a candidate needs clearly less memory than the choice. False if unknown."""
-    its, own = candidate.trusted_memory_bytes, choice.trusted_memory_bytes
-    return None not in (its, own) and not choice.is_on_cpu and its < 0.95 * own
+    its, own = candidate.audited_peak_memory_bytes, choice.audited_peak_memory_bytes
+    return None not in (its, own) and not choice.has_cpu_workers and its < 0.95 * own
 
 
-def iter_constraint_changes(
+def iter_changes_by_constraint(
     candidates: Sequence[Candidate], choice: Candidate | None
 ) -> Iterator[str]:
     """Yield a sentence for each constraint without which another candidate would be chosen."""
@@ -307,11 +317,11 @@ def iter_constraint_changes(
         "needs all workers": "Workers that stay until the end",
         "needs more workers": "More workers",
     }
-    for kind, best in find_better_excluded(candidates, choice, changes).items():
+    for kind, best in find_excluded_better_than_choice(candidates, choice, changes).items():
         # The exclusion reason of a candidate that is too slow already states its time.
-        time = "" if kind == "too slow" and best.cost is None else f"{describe_amount(best)}; "
+        time = "" if kind == "too slow" and best.cost is None else f"{format_time_and_cost(best)}; "
         yield (
-            f"{changes[kind]}: then {format_full_name(best)} would be chosen "
+            f"{changes[kind]}: then {format_candidate_with_worker_count(best)} would be chosen "
             f"({time}{best.exclusion_reason})."
         )
     stopped = dict.fromkeys(
@@ -325,7 +335,7 @@ def iter_constraint_changes(
         )
 
 
-def iter_slow_worker_changes(ranking: Ranking) -> Iterator[str]:
+def iter_changes_by_slow_worker(ranking: Ranking) -> Iterator[str]:
     """Yield a sentence on how slow one worker must be for an asynchronous strategy to win.
 
     If one of N workers is f times slower, a strategy that waits takes f times as long. A strategy that does

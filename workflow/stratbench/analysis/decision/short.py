@@ -13,14 +13,21 @@ from typing import Any
 import numpy as np
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import compute_claim, describe_distance, format_percentage
+from stratbench.analysis.decision.claim import (
+    compute_claim,
+    describe_ratio_to_choice,
+    format_percentage,
+)
 from stratbench.analysis.decision.confidence import Confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
-from stratbench.analysis.decision.tolerance import compute_chance_difference, have_equal_arithmetic
+from stratbench.analysis.decision.tolerance import (
+    compute_chance_score_difference,
+    have_equal_training_arithmetic,
+)
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import GIB, format_bytes, format_count, join_with_and
-from stratbench.statistics.unpaired import compute_mean_of_logs
+from stratbench.statistics.unpaired import compute_geometric_mean_from_logs
 
 #: Minimum number of runs for which a time has a confidence interval; with fewer it has the runs' range.
 INTERVAL_FROM = 5
@@ -104,7 +111,9 @@ class ShortAnswer:
         return f"{self.strategy} × {self.gpus}" if self.strategy else ""
 
 
-def build_empty_answer(candidates: Sequence[Candidate], memory_margin: float) -> ShortAnswer:
+def build_answer_without_choice(
+    candidates: Sequence[Candidate], memory_margin: float
+) -> ShortAnswer:
     """Return the short answer for a model whose candidates are all excluded.
 
     Args:
@@ -116,17 +125,19 @@ def build_empty_answer(candidates: Sequence[Candidate], memory_margin: float) ->
     claim, verb = NONE_LEFT.get(kind, ("Every candidate is excluded.", "are excluded"))
     if len(kinds) > 1:
         claim = "Every candidate is excluded."
-    remedy = describe_least_memory(candidates, memory_margin) if kind == "does not fit" else ""
-    if all(c.has_diverged for c in candidates):
+    remedy = (
+        describe_lowest_memory_need(candidates, memory_margin) if kind == "does not fit" else ""
+    )
+    if all(c.has_diverged_training for c in candidates):
         claim, verb, remedy = "Every training diverged.", "diverged", STEADIER
     return ShortAnswer(
         None, None, claim, "none", reason=f"{count} of {len(candidates)} {verb}", remedy=remedy
     )
 
 
-def describe_least_memory(candidates: Sequence[Candidate], memory_margin: float) -> str:
+def describe_lowest_memory_need(candidates: Sequence[Candidate], memory_margin: float) -> str:
     """Return sentences on the lowest known memory need, and on options that reduce memory."""
-    known = [(c.memory_bytes, c.name) for c in candidates if c.memory_bytes is not None]
+    known = [(c.peak_memory_bytes, c.name) for c in candidates if c.peak_memory_bytes is not None]
     least = min(known, default=None)
     lowest_need = least and (
         f"The lowest need is {format_bytes(least[0] * (1 + memory_margin))} per worker "
@@ -157,16 +168,18 @@ def build_short_answer(
         slowdown_texts: How workers were slowed down on purpose.
     """
     first = ranking.chosen_candidate
-    score_open = first.may_miss_score_tolerance(constraints)
+    score_open = first.may_have_intolerable_score(constraints)
     claim = compute_claim(candidates, ranking, constraints, score_open)
-    known = "Apart from that:" if first.is_projected else "Among the measured cells:"
-    score, score_note = format_score(candidates, first, constraints)
-    memory, memory_note, share_of_card = format_memory(first)
+    known = "Apart from that:" if first.has_projected_time else "Among the measured cells:"
+    score, score_note = format_score_and_note(candidates, first, constraints)
+    memory, memory_note, share_of_card = format_memory_note_and_share(first)
     # If candidates are equally fast, memory has already decided between them.
     leaner = (
         ""
-        if ranking.tied_alternatives
-        else describe_leanest_alternative(first, [c.alternative for c in ranking.comparisons])
+        if ranking.alternatives_tied_with_choice
+        else describe_alternative_with_least_memory(
+            first, [c.alternative for c in ranking.comparisons]
+        )
     )
     return ShortAnswer(
         first.strategy,
@@ -176,8 +189,10 @@ def build_short_answer(
             + [f"With {text}:" for text in slowdown_texts]
             + [claim.text]
         ),
-        KIND_OF_LEVEL.get(confidence.level, claim.kind if claim.kind in KINDS else "low"),
-        *append_token_rate(first, *format_objective(first)),
+        KIND_OF_LEVEL.get(
+            confidence.confidence_level, claim.kind if claim.kind in KINDS else "low"
+        ),
+        *append_token_rate_to_note(first, *format_value_and_spread(first)),
         others=tuple(
             {"strategy": c.alternative.strategy, "gpus": c.alternative.gpus}
             | dict(zip(("ratio", "low", "high"), c.ratio, strict=True))
@@ -190,7 +205,7 @@ def build_short_answer(
         memory=memory,
         memory_note="; ".join(filter(None, (memory_note, leaner))),
         memory_share=share_of_card,
-        runner_up=describe_runner_up(ranking) if confidence.level == "high" else "",
+        runner_up=describe_runner_up(ranking) if confidence.confidence_level == "high" else "",
         reason=confidence.reason,
     )
 
@@ -198,15 +213,15 @@ def build_short_answer(
 # ---------------------------------------------------------------- numbers of an answer as text
 
 
-def format_objective(candidate: Candidate) -> tuple[str, str]:
+def format_value_and_spread(candidate: Candidate) -> tuple[str, str]:
     """Return a candidate's time (or cost) and the spread over its runs, both as text."""
     if candidate.cost is not None:
         return f"{candidate.cost:.3g}", f"for {format_duration(candidate.time_s)}"
     if candidate.time_s is None:
         return "", ""
     if not len(candidate.times):
-        low_s, high_s = candidate.time_range_s
-        span = f"{format_low_end(low_s, high_s)}–{format_duration(high_s)} (80 %, projected)"
+        low_s, high_s = candidate.training_time_range_s
+        span = f"{format_low_end_of_time_span(low_s, high_s)}–{format_duration(high_s)} (80 %, projected)"
         return format_duration(candidate.time_s), span
     if len(candidate.times) == 1:
         return format_duration(candidate.time_s), f"one {candidate.run}"
@@ -216,13 +231,13 @@ def format_objective(candidate: Candidate) -> tuple[str, str]:
         if len(candidate.times) >= INTERVAL_FROM
         else f"in {format_count(len(candidate.times), candidate.run)}"
     )
-    span = f"{format_low_end(low, high)}–{format_duration(high)}"
+    span = f"{format_low_end_of_time_span(low, high)}–{format_duration(high)}"
     return format_duration(
         candidate.time_s
     ), f"{span} ({note})" if note == "95 %" else f"{span} {note}"
 
 
-def append_token_rate(candidate: Candidate, value: str, note_below: str) -> tuple[str, str]:
+def append_token_rate_to_note(candidate: Candidate, value: str, note_below: str) -> tuple[str, str]:
     """Return a value and its note. For text data, the note includes the tokens per second.
 
     Args:
@@ -230,7 +245,7 @@ def append_token_rate(candidate: Candidate, value: str, note_below: str) -> tupl
         value: The value as text.
         note_below: The text below the value.
     """
-    return value, "; ".join(filter(None, (note_below, candidate.rate_text)))
+    return value, "; ".join(filter(None, (note_below, candidate.token_rate_text)))
 
 
 def compute_time_interval(values_s: np.ndarray) -> tuple[float, float]:
@@ -239,7 +254,7 @@ def compute_time_interval(values_s: np.ndarray) -> tuple[float, float]:
     The range of the values replaces it if there are fewer than INTERVAL_FROM.
     """
     if len(values_s) >= INTERVAL_FROM:
-        _, low, high = compute_mean_of_logs(np.log(values_s))
+        _, low, high = compute_geometric_mean_from_logs(np.log(values_s))
         if low is not None and high is not None:
             return low, high
     return float(values_s.min()), float(values_s.max())
@@ -251,22 +266,22 @@ def format_duration(seconds: float | None) -> str:
         return ""
     if seconds >= HOURS_FROM_S:
         return f"{seconds / 3600:.1f} h"
-    return f"{format_grouped(seconds)} s"
+    return f"{format_with_thousands_spaces(seconds)} s"
 
 
-def format_low_end(low_s: float, high_s: float) -> str:
+def format_low_end_of_time_span(low_s: float, high_s: float) -> str:
     """Return the low end of a time span as text without a unit, in the unit of the high end."""
-    return f"{low_s / 3600:.1f}" if high_s >= HOURS_FROM_S else format_grouped(low_s)
+    return f"{low_s / 3600:.1f}" if high_s >= HOURS_FROM_S else format_with_thousands_spaces(low_s)
 
 
-def format_grouped(number: float) -> str:
+def format_with_thousands_spaces(number: float) -> str:
     """Return a number as text: three significant digits, or thin spaces between thousands."""
     return (
         f"{number:,.0f}".replace(",", "\u2009") if number >= 1000 else format_number(number, None)
     )
 
 
-def format_score(
+def format_score_and_note(
     candidates: Sequence[Candidate], choice: Candidate, constraints: Constraints
 ) -> tuple[str, str]:
     """Return the choice's score as text, and a note on how much worse than the best it may be.
@@ -281,35 +296,35 @@ def format_score(
     if choice.mean_score is None:
         return "", ""
     score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
-    decimals = max(1, score.decimals - (1 if score.is_fraction else 0))
+    decimals = max(1, score.shown_decimals - (1 if score.is_unit_fraction else 0))
     text = f"{choice.mean_score:.{decimals}f} {score.shown_unit}"
     if choice.score_loss_upper is None:
         return text, "not compared"
     left = [c for c in candidates if not c.exclusion_kind and c is not choice]
-    lost = score.format_difference(choice.score_loss_upper, score.decimals - 1)
-    if choice.may_miss_score_tolerance(constraints):
+    lost = score.format_difference(choice.score_loss_upper, score.shown_decimals - 1)
+    if choice.may_have_intolerable_score(constraints):
         return text, f"may lose up to {lost} ({tolerance:g} allowed)"
-    if left and all(have_equal_arithmetic(choice, c) for c in left):
+    if left and all(have_equal_training_arithmetic(choice, c) for c in left):
         return text, "the same in all"
     if choice.score_loss_upper <= 0:
-        chance = compute_chance_difference(choice, choice)
+        chance = compute_chance_score_difference(choice, choice)
         if chance > tolerance:
-            by_chance = score.format_difference(chance, score.decimals - 1)
+            by_chance = score.format_difference(chance, score.shown_decimals - 1)
             return text, f"the best here; chance makes {by_chance}"
         return text, "the best"
     return text, f"loses at most {lost} ({tolerance:g} allowed)"
 
 
-def format_memory(choice: Candidate) -> tuple[str, str, float | None]:
+def format_memory_note_and_share(choice: Candidate) -> tuple[str, str, float | None]:
     """Return the choice's peak memory as text, a note, and the peak as a fraction of GPU memory."""
-    if choice.memory_bytes is None:
+    if choice.peak_memory_bytes is None:
         return "", "", None
-    if choice.is_on_cpu or choice.memory_caveats or not choice.gpu_memory_bytes:
-        base = "above its base" if choice.is_on_cpu else ""
-        note = "doubted by the audit" if choice.memory_caveats else base
-        return format_bytes(choice.memory_bytes), note, None
-    taken = choice.memory_bytes / choice.gpu_memory_bytes
-    held = choice.memory_bytes / GIB
+    if choice.has_cpu_workers or choice.memory_finding_rules or not choice.gpu_memory_bytes:
+        base = "above its base" if choice.has_cpu_workers else ""
+        note = "doubted by the audit" if choice.memory_finding_rules else base
+        return format_bytes(choice.peak_memory_bytes), note, None
+    taken = choice.peak_memory_bytes / choice.gpu_memory_bytes
+    held = choice.peak_memory_bytes / GIB
     peak = f"{held:.{1 if held >= 10 else 2}f} GiB"
     return peak, f"of {choice.gpu_memory_bytes / GIB:.0f} GiB", taken
 
@@ -319,20 +334,26 @@ def describe_runner_up(ranking: Ranking) -> str:
     if not ranking.comparisons:
         return ""
     c = ranking.comparisons[0]
-    less = describe_leanest_alternative(ranking.chosen_candidate, [c.alternative]).partition(": ")[
-        2
-    ]
-    return describe_distance(c, c.alternative.name) + (f", with {less} memory" if less else "")
+    less = describe_alternative_with_least_memory(
+        ranking.chosen_candidate, [c.alternative]
+    ).partition(": ")[2]
+    return describe_ratio_to_choice(c, c.alternative.name) + (
+        f", with {less} memory" if less else ""
+    )
 
 
-def describe_leanest_alternative(choice: Candidate, alternatives: Sequence[Candidate]) -> str:
+def describe_alternative_with_least_memory(
+    choice: Candidate, alternatives: Sequence[Candidate]
+) -> str:
     """Return how much memory the alternative with least memory saves: `fsdp × 2: 40 % less`.
 
     Empty if no alternative needs clearly less than the choice.
     """
-    own = choice.trusted_memory_bytes
+    own = choice.audited_peak_memory_bytes
     known = [
-        (c.trusted_memory_bytes, c.name) for c in alternatives if c.trusted_memory_bytes is not None
+        (c.audited_peak_memory_bytes, c.name)
+        for c in alternatives
+        if c.audited_peak_memory_bytes is not None
     ]
     if not own or not known or min(known)[0] > (1 - CLEARLY_LESS) * own:
         return ""
@@ -363,10 +384,10 @@ def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
         listed = "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
         listed = f"{common} in all" if common and len(sure) == len(answers) else listed
         verb = "answer is" if len(sure) == 1 else "answers are"
-        sentences.append(f"{spell_number(len(sure)).capitalize()} {verb} sure: {listed}.")
+        sentences.append(f"{spell_small_number(len(sure)).capitalize()} {verb} sure: {listed}.")
     else:
         questions = "question" if len(answers) == 1 else "questions"
-        opening = f"{spell_number(len(answers)).capitalize()} {questions}, no sure answer yet"
+        opening = f"{spell_small_number(len(answers)).capitalize()} {questions}, no sure answer yet"
         opening += f" ({common} in all)" if common else ""
         if len({a.kind for _, a in answers}) == 1:
             one, many = KINDS[answers[0][1].kind]
@@ -377,13 +398,13 @@ def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
     parts = []
     for kind, (one, many) in KINDS.items():
         if count := groups[kind]:
-            parts.append(f"{spell_number(count)} {one if count == 1 else many}")
+            parts.append(f"{spell_small_number(count)} {one if count == 1 else many}")
     if parts:
         text = join_with_and(parts)
         sentences.append(f"{text[0].upper()}{text[1:]}.")
     return " ".join(sentences)
 
 
-def spell_number(count: int) -> str:
+def spell_small_number(count: int) -> str:
     """Return a number up to ten as a word, and a larger one in digits."""
     return _NUMBERS[count] if count < len(_NUMBERS) else str(count)

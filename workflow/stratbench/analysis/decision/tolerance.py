@@ -25,7 +25,7 @@ UNUSABLE = "unusable record"
 NO_MEASURE = (UNUSABLE, "does not learn")
 
 
-def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) -> None:
+def exclude_by_score_tolerance(candidates: Sequence[Candidate], constraints: Constraints) -> None:
     """Exclude candidates whose score is worse than tolerated, and bound the score loss of the others.
 
     Scores are compared with the best class of candidates. Candidates with equal arithmetic have the same
@@ -38,62 +38,64 @@ def exclude_by_score(candidates: Sequence[Candidate], constraints: Constraints) 
         for c in candidates
         if c.mean_score is None and not c.exclusion_kind and not c.skips_evaluation
     ]
-    known = [c for c in candidates if c.mean_score is not None and not c.is_projected]
+    known = [c for c in candidates if c.mean_score is not None and not c.has_projected_time]
     usable = [c for c in known if c.exclusion_kind not in NO_MEASURE]
     for c in unknown:
-        if not any(have_equal_arithmetic(c, other) for other in usable):
+        if not any(have_equal_training_arithmetic(c, other) for other in usable):
             c.caveats.append(f"its {c.score.name} was not recorded")
     if not usable:
         return
     score = usable[0].score
     tolerance = constraints.find_score_tolerance(score)
-    classes = group_by_arithmetic(usable, tolerance)
+    classes = group_by_training_arithmetic(usable, tolerance)
     names = [" and ".join(f"{c.strategy} on {c.gpus}" for c in members[:2]) for members in classes]
     series = [pd.concat([c.scores for c in m], axis=1).mean(axis=1) for m in classes]
-    best = max(range(len(classes)), key=lambda i: score.sign * series[i].mean())
+    best = max(range(len(classes)), key=lambda i: score.higher_is_better_sign * series[i].mean())
     repeats = sorted(set().union(*(own.index for own in series)))
     values = np.array([own.reindex(repeats).to_numpy(dtype=float) for own in series])
-    widths = compute_loss_half_widths(values, np.array(best))
+    widths = compute_score_loss_half_widths(values, np.array(best))
     for members, own, width in zip(classes, series, widths, strict=True):
-        lost = score.sign * float(series[best].mean() - own.mean())
+        lost = score.higher_is_better_sign * float(series[best].mean() - own.mean())
         if not np.isfinite(width):
-            width = compute_chance_difference(members[0], classes[best][0])
+            width = compute_chance_score_difference(members[0], classes[best][0])
         for c in members:
-            c.score_loss_upper, c.best_scoring_names = lost + width, names[best]
+            c.score_loss_upper, c.best_scoring_candidate_names = lost + width, names[best]
             if lost - width > tolerance:
-                chance = f", {width:.{score.decimals}f} may be chance" if width else ""
+                chance = f", {width:.{score.shown_decimals}f} may be chance" if width else ""
                 c.exclude(
                     "worse score",
                     f"{score.format_score(own.mean())}, {score.format_difference(lost)} "
-                    f"{score.worse_word} than "
+                    f"{score.word_for_worse} than "
                     f"{names[best]} ({tolerance:g} allowed{chance})",
                 )
     for c in unknown:
-        like = next((k for k in usable if have_equal_arithmetic(c, k)), None)
+        like = next((k for k in usable if have_equal_training_arithmetic(c, k)), None)
         if like is not None:
-            c.score_loss_upper, c.best_scoring_names = (
+            c.score_loss_upper, c.best_scoring_candidate_names = (
                 like.score_loss_upper,
-                like.best_scoring_names,
+                like.best_scoring_candidate_names,
             )
     for c in candidates:
-        if c.is_projected:
+        if c.has_projected_time:
             for like in (k for k in usable if k.scores is c.scores):
-                c.score_loss_upper, c.best_scoring_names = (
+                c.score_loss_upper, c.best_scoring_candidate_names = (
                     like.score_loss_upper,
-                    like.best_scoring_names,
+                    like.best_scoring_candidate_names,
                 )
                 if like.exclusion_kind:
                     c.exclude(like.exclusion_kind, like.exclusion_reason)
 
 
-def have_equal_arithmetic(candidate: Candidate, other: Candidate) -> bool:
+def have_equal_training_arithmetic(candidate: Candidate, other: Candidate) -> bool:
     """Return whether two candidates compute the same updates, so that scores differ only by chance."""
     if not (candidate.traits.equals_ddp and other.traits.equals_ddp):
         return False
     return candidate.gpus == other.gpus if other.score_depends_on_workers else True
 
 
-def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[list[Candidate]]:
+def group_by_training_arithmetic(
+    usable: Sequence[Candidate], tolerance: float
+) -> list[list[Candidate]]:
     """Return classes of candidates that compute the same updates, so that scores differ by chance.
 
     A candidate whose score differs from the median of its class by more than tolerance and chance becomes
@@ -110,7 +112,7 @@ def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[l
         odd = []
         for c in members:
             deviation = ((c.mean_score or 0.0) - middle) * (2 if len(members) == 2 else 1)
-            if abs(deviation) > tolerance + compute_chance_difference(c, c):
+            if abs(deviation) > tolerance + compute_chance_score_difference(c, c):
                 odd.append(c)
                 c.caveats.append(
                     f"its {c.score.name} differs by {c.score.format_difference(abs(deviation))} from "
@@ -122,7 +124,7 @@ def group_by_arithmetic(usable: Sequence[Candidate], tolerance: float) -> list[l
     return result
 
 
-def compute_loss_half_widths(scores: np.ndarray, best_class: np.ndarray) -> np.ndarray:
+def compute_score_loss_half_widths(scores: np.ndarray, best_class: np.ndarray) -> np.ndarray:
     """Return the half-width of an interval (one-sided, 95 %) for each class's distance from the best.
 
     The half-widths of intervals hold simultaneously for all classes, by moderated t on paired differences.
@@ -138,30 +140,30 @@ def compute_loss_half_widths(scores: np.ndarray, best_class: np.ndarray) -> np.n
     itself = np.arange(scores.shape[-2]) == best_class[..., None]
     differences = moderated.compute_paired_differences(scores, first)
     differences = differences._replace(repeats=np.where(itself, 0, differences.repeats))
-    groups = moderated.compute_group_variances(scores)
+    groups = moderated.compute_variances_between_repeats(scores)
     against = best_class[..., None] + np.zeros(itself.shape, dtype=int)
-    variance, dof = moderated.moderate_variances_by_groups(
+    variance, dof = moderated.shrink_variances_by_groups(
         differences, groups, np.array(False), against
     )
     tail = moderated.ALPHA / max(1, scores.shape[-2] - 1)
-    half = moderated.compute_half_widths(variance, dof, differences.repeats, tail)
+    half = moderated.compute_interval_half_widths(variance, dof, differences.repeats, tail)
     return np.where(itself, 0.0, half)
 
 
-def compute_chance_difference(candidate: Candidate, other: Candidate) -> float:
+def compute_chance_score_difference(candidate: Candidate, other: Candidate) -> float:
     """Return by how much the scores of two equally good models may differ by chance.
 
     This is half the 95 % interval of the difference of two means, in the shown unit. It is conservative,
     since testing both models on the same samples narrows the interval. 0 if a standard error is unknown.
     """
-    errors = [compute_standard_error(candidate), compute_standard_error(other)]
+    errors = [estimate_score_standard_error(candidate), estimate_score_standard_error(other)]
     return 0.0 if None in errors else 1.96 * math.hypot(*errors)
 
 
-def compute_standard_error(candidate: Candidate) -> float | None:
+def estimate_score_standard_error(candidate: Candidate) -> float | None:
     """Return a score's standard error in the shown unit, as recorded or binomial."""
     score_error, test_samples = candidate.score_error, candidate.test_samples
-    if score_error is not None or not candidate.score.is_fraction or not test_samples:
+    if score_error is not None or not candidate.score.is_unit_fraction or not test_samples:
         return score_error
     share = (candidate.mean_score or 0.0) / 100
     return 100 * math.sqrt(share * (1 - share) / test_samples)

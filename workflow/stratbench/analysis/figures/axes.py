@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Transform, offset_copy
 
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.sheet import INK, MARKERS, PAPER, PX, WIDTH, choose_colour
+from stratbench.analysis.figures.sheet import INK, MARKERS, PAPER, PX, WIDTH, choose_mark_colour
 
 #: Assumed width of a letter in pixels, for estimates before the layout is computed.
 LETTER = 7.2
@@ -31,7 +31,7 @@ TICK_SHARE, LETTER_SHARE = 0.02, 0.045
 _LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
 
 
-def create_axes(height_px: float) -> Axes:
+def create_figure_axes(height_px: float) -> Axes:
     """Return the axes of a new figure that is WIDTH pixels wide and `height_px` pixels high."""
     return plt.subplots(figsize=(WIDTH / 96, height_px / 96))[1]
 
@@ -52,7 +52,7 @@ def apply_layout(axes: Axes) -> Figure:
     return figure
 
 
-def compute_limits(
+def compute_axis_limits(
     values: Iterable[float], margin_fraction: float, is_log_axis: bool
 ) -> tuple[float, float]:
     """Return the lower and upper end of an axis that shows all values.
@@ -135,7 +135,7 @@ def set_ticks(
     name = "x" if axis is axis.axes.xaxis else "y"
     axis.axes.set(**{f"{name}scale": "log" if is_log_axis else "linear", f"{name}lim": axis_limits})
     ticks = list(tick_values) or compute_round_ticks(axis_limits, is_log_axis, integers_only)
-    texts = [(format_value or format_tick)(tick) for tick in ticks]
+    texts = [(format_value or format_tick_text)(tick) for tick in ticks]
     texts[-1] += f" {unit}" if unit else ""
     taken_from = 2.0
     for i in reversed(range(len(ticks) if name == "x" else 0)):
@@ -151,7 +151,7 @@ def set_ticks(
     axis.set_minor_locator(NullLocator())
 
 
-def format_tick(value: float) -> str:
+def format_tick_text(value: float) -> str:
     """Return a tick's value as text, from ten thousand on in thousands: `20k`."""
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:.4g}"
 
@@ -177,7 +177,7 @@ def draw_mark(
     axes: Axes, x: Any, y: Any, mark: Mark, is_chosen: bool, width_px: float, **style: Any
 ) -> None:
     """Draw a strategy's mark, `width_px` pixels wide, at one or several points."""
-    colour = style.pop("color", None) or choose_colour(mark, is_chosen)
+    colour = style.pop("color", None) or choose_mark_colour(mark, is_chosen)
     axes.plot(
         np.atleast_1d(x), np.atleast_1d(y), linestyle="none", marker=MARKERS[mark.shape], clip_on=False,
         markersize=width_px * _LARGER.get(mark.shape, 1.0) * PX, markeredgewidth=1.5 * PX,
@@ -213,7 +213,7 @@ def shorten_name(name: str, max_letters: int = MAX_LETTERS) -> str:
     return name if len(name) <= max_letters else f"{name[: max_letters - tail - 1]}…{name[-tail:]}"
 
 
-def spread_positions(
+def spread_overlapping_positions(
     wanted: Sequence[float], low: float, high: float, min_distance: float
 ) -> list[float]:
     """Return positions near the wanted ones that keep a minimum distance from each other.

@@ -14,15 +14,15 @@ from stratbench.analysis.figures.axes import (
     LETTER,
     add_clipped_interval_ends,
     apply_layout,
-    compute_limits,
-    create_axes,
+    compute_axis_limits,
+    create_figure_axes,
     create_shifted_transform,
     draw_mark,
     draw_text,
     find_root_figure,
     set_ticks,
     shorten_name,
-    spread_positions,
+    spread_overlapping_positions,
 )
 from stratbench.analysis.figures.marks import Mark
 from stratbench.analysis.figures.sheet import (
@@ -34,7 +34,7 @@ from stratbench.analysis.figures.sheet import (
     PX,
     RULE,
     WIDTH,
-    choose_colour,
+    choose_mark_colour,
 )  # fmt: skip
 
 #: Height in pixels for ticks and axis label below the plot, and for the room above its highest point.
@@ -62,10 +62,10 @@ class Curve:
     y: Sequence[float]
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    is_chosen: bool = False
+    is_chosen_strategy: bool = False
     #: Text after the strategy's name, such as a dagger.
-    name_suffix: str = ""
-    is_line: bool = True
+    text_after_name: str = ""
+    joins_points: bool = True
 
 
 class LineName(NamedTuple):
@@ -95,7 +95,7 @@ class CurveChart:
     #: Whether to draw the line y = x, up to the largest value.
     draws_ideal_line: bool = False
     #: A value of y at which a horizontal line is drawn, and the line's label; None without a line.
-    labelled_level: tuple[float, str] | None = None
+    horizontal_line_and_label: tuple[float, str] | None = None
     #: Notes below the chart on cells without points, each in its own line.
     notes: Sequence[str] = ()
 
@@ -103,8 +103,8 @@ class CurveChart:
 def draw_curves(chart: CurveChart) -> Figure:
     """Draw a line chart that is high enough for the names of all lines."""
     height = max(MIN_HEIGHT, APART * (len(chart.curves) + 1))
-    notes = limit_notes(chart.notes)
-    axes = create_axes(height + BELOW + LINE_HEIGHT * len(notes))
+    notes = limit_number_of_notes(chart.notes)
+    axes = create_figure_axes(height + BELOW + LINE_HEIGHT * len(notes))
     set_ticks(axes.yaxis, compute_y_limits(chart), chart.has_log_y)
     set_ticks(
         axes.xaxis,
@@ -122,26 +122,32 @@ def draw_curves(chart: CurveChart) -> Figure:
             "\n".join(shorten_name(note, most) for note in notes), **below
         )
     if chart.draws_ideal_line:
-        draw_ideal(axes, chart)
-    if chart.labelled_level:
+        draw_ideal_speedup_line(axes, chart)
+    if chart.horizontal_line_and_label:
         axes.axhline(
-            chart.labelled_level[0], color=MUTED, linestyle=parse_dash_pattern("2 2.5"), zorder=1.5
+            chart.horizontal_line_and_label[0],
+            color=MUTED,
+            linestyle=parse_dash_pattern("2 2.5"),
+            zorder=1.5,
         )
         draw_text(
             axes,
             0,
-            *chart.labelled_level,
+            *chart.horizontal_line_and_label,
             MUTED,
             va="bottom",
             transform=create_shifted_transform(axes, 4),
         )
     names = []
     for curve in chart.curves:
-        mark, text = chart.marks[curve.strategy], shorten_name(curve.strategy) + curve.name_suffix
+        mark, text = (
+            chart.marks[curve.strategy],
+            shorten_name(curve.strategy) + curve.text_after_name,
+        )
         draw_curve(axes, curve, mark)
         if known := [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y]:
-            colour = choose_colour(mark, True) if curve.is_chosen else INK
-            names.append(LineName(text, colour, curve.is_chosen, known[-1]))
+            colour = choose_mark_colour(mark, True) if curve.is_chosen_strategy else INK
+            names.append(LineName(text, colour, curve.is_chosen_strategy, known[-1]))
     write_line_names(axes, names)
     return find_root_figure(axes)
 
@@ -150,7 +156,7 @@ def has_visible_intervals(chart: CurveChart) -> bool:
     """Return whether any interval of a chart is longer than the mark of its point."""
     low_end, high_end = (math.log(v) if chart.has_log_y else v for v in compute_y_limits(chart))
     ends = (
-        (low, high, CHOSEN_MARK if curve.is_chosen else MARK)
+        (low, high, CHOSEN_MARK if curve.is_chosen_strategy else MARK)
         for curve in chart.curves
         for low, high in zip(curve.low, curve.high, strict=True)
         if low == low
@@ -159,7 +165,7 @@ def has_visible_intervals(chart: CurveChart) -> bool:
     return any(MIN_HEIGHT * part / (high_end - low_end) > mark for part, mark in share)
 
 
-def limit_notes(notes: Sequence[str]) -> list[str]:
+def limit_number_of_notes(notes: Sequence[str]) -> list[str]:
     """Return at most MAX_NOTES notes, of which the last one counts any omitted notes."""
     if len(notes) <= MAX_NOTES:
         return list(notes)
@@ -183,15 +189,15 @@ def compute_y_limits(chart: CurveChart) -> tuple[float, float]:
     known = add_clipped_interval_ends(
         values, [v for c in chart.curves for v in (*c.low, *c.high) if v == v]
     )
-    known += [chart.labelled_level[0]] if chart.labelled_level else []
+    known += [chart.horizontal_line_and_label[0]] if chart.horizontal_line_and_label else []
     if chart.y_starts_at_zero or chart.has_log_y:
-        return compute_limits(known, ROOM, chart.has_log_y)
+        return compute_axis_limits(known, ROOM, chart.has_log_y)
     low, high = min(known, default=0.0), max(known, default=1.0)
     room = 2 * ROOM * (high - low) or 0.5 * abs(high) or 0.5
     return low - room, high + room
 
 
-def draw_ideal(axes: Axes, chart: CurveChart) -> None:
+def draw_ideal_speedup_line(axes: Axes, chart: CurveChart) -> None:
     """Draw the line of ideal speedup (n on n workers), up to the largest value."""
     known = [v for c in chart.curves for v in c.y if v == v]
     first, last = min(chart.x_ticks), min(max(chart.x_ticks), max(known, default=0))
@@ -209,13 +215,16 @@ def parse_dash_pattern(svg_dash_pattern: str) -> Any:
 
 def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
     """Draw a strategy's line with its marks and intervals."""
-    colour, over = choose_colour(mark, curve.is_chosen), 2 if curve.is_chosen else 0
-    if curve.is_line:
-        width = 2.75 if curve.is_chosen else 1.25
+    colour, over = (
+        choose_mark_colour(mark, curve.is_chosen_strategy),
+        2 if curve.is_chosen_strategy else 0,
+    )
+    if curve.joins_points:
+        width = 2.75 if curve.is_chosen_strategy else 1.25
         line = {
             "color": colour,
             "linewidth": width * PX,
-            "linestyle": parse_dash_pattern(mark.dash_pattern),
+            "linestyle": parse_dash_pattern(mark.line_dash_pattern),
         }
         axes.plot(curve.x, curve.y, zorder=3 + over, **line)
     for x, low, high in zip(curve.x, curve.low, curve.high, strict=False):
@@ -223,7 +232,7 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
             axes.plot([x, x], [low, high], color=colour, linewidth=1.5 * PX, zorder=3 + over)
     step = max(1, -(-len(curve.x) // MAX_MARKS))
     draw_mark(
-        axes, curve.x, curve.y, mark, curve.is_chosen, CHOSEN_MARK if curve.is_chosen else MARK,
+        axes, curve.x, curve.y, mark, curve.is_chosen_strategy, CHOSEN_MARK if curve.is_chosen_strategy else MARK,
         zorder=3.5 + over, markevery=step,
     )  # fmt: skip
 
@@ -245,7 +254,7 @@ def write_line_names(axes: Axes, names: Sequence[LineName]) -> None:
     apply_layout(axes)
     box, to_values = axes.bbox, axes.transData.inverted().transform
     wanted = [box.y1 - axes.transData.transform(name.last_point)[1] for name in names]
-    places = spread_positions(wanted, 3, box.height, APART)
+    places = spread_overlapping_positions(wanted, 3, box.height, APART)
     for text, name, place in zip(written, names, places, strict=True):
         line = to_values([(box.x1 + NAMES_FROM - left, box.y1 - place) for left in (10, 3)])
         text.set_y(line[0][1])

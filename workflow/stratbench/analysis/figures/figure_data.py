@@ -11,7 +11,7 @@ import pandas as pd
 
 from stratbench.analysis.figures.marks import Mark, assign_marks_by_strategy
 from stratbench.analysis.records.groups import map_base_strategies
-from stratbench.analysis.records.measures import DOUBT, Measure, list_measures
+from stratbench.analysis.records.measures import DOUBT, Measure, map_measures_by_name
 from stratbench.analysis.records.score import Score, read_score
 from stratbench.analysis.tables.tables import group_rules_by_severity
 from stratbench.cell.text.words import choose_noun_for_workers, format_count
@@ -26,7 +26,7 @@ class FigureData:
     summary: pd.DataFrame
     marks: Mapping[str, Mark]
     #: The chosen strategy and number of workers; None without a choice.
-    choice: tuple[str, int] | None = None
+    chosen_strategy_and_gpus: tuple[str, int] | None = None
     #: The fraction by which two times may differ and still count as equal.
     equivalence_margin: float = 0.03
     #: The folder results/<study> with the cells' timelines; None to draw no timelines.
@@ -49,11 +49,11 @@ class FigureData:
     def measures(self) -> dict[str, Measure]:
         """All metrics by name, with the titles and units that suit this experiment."""
         units = dict(zip(self.summary["measure"], self.summary["unit"], strict=True))
-        found = list_measures(self.cells)
-        return {name: m.with_unit(units.get(name, m.unit)) for name, m in found.items()}
+        found = map_measures_by_name(self.cells)
+        return {name: m.replace_unit(units.get(name, m.unit)) for name, m in found.items()}
 
     @property
-    def is_on_cpu(self) -> bool:
+    def has_cpu_workers(self) -> bool:
         """Whether any worker was a CPU process."""
         return bool((self.cells["device_kind"] == "cpu").any())
 
@@ -70,18 +70,29 @@ class FigureData:
     @property
     def shown_worker_count(self) -> int:
         """Number of workers in figures that show one number only: the choice's, else the largest."""
-        several = self.choice and self.choice[1] in self.worker_counts and self.choice[1] > 1
-        return self.choice[1] if several and self.choice else self.worker_counts[-1]
+        several = (
+            self.chosen_strategy_and_gpus
+            and self.chosen_strategy_and_gpus[1] in self.worker_counts
+            and self.chosen_strategy_and_gpus[1] > 1
+        )
+        return (
+            self.chosen_strategy_and_gpus[1]
+            if several and self.chosen_strategy_and_gpus
+            else self.worker_counts[-1]
+        )
 
-    def is_chosen(self, strategy: str) -> bool:
+    def is_chosen_strategy(self, strategy: str) -> bool:
         """Return whether the decision chose this strategy."""
-        return self.choice is not None and strategy == self.choice[0]
+        return (
+            self.chosen_strategy_and_gpus is not None
+            and strategy == self.chosen_strategy_and_gpus[0]
+        )
 
     def workers(self, count: int) -> str:
         """Return a number of workers with its noun: `4 GPUs`."""
         return format_count(count, choose_noun_for_workers(self.cells["device_kind"]))
 
-    def iter_mark_notes(self, flags: Iterable[str]) -> Iterator[str]:
+    def iter_dagger_notes(self, flags: Iterable[str]) -> Iterator[str]:
         """Yield a sentence that explains the dagger (†), if any drawn value has an audit finding."""
         if severities := group_rules_by_severity(flags):
             yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(severities)})."

@@ -32,7 +32,7 @@ class Plot:
         named = self.title_template.replace("score", score.name).replace(
             "counts", score.throughput_unit
         )
-        named = named or MEASURES[self.name].with_score_names(score).title
+        named = named or MEASURES[self.name].fill_in_score_names(score).title
         return f"{named[0].upper()}{named[1:]}"
 
 

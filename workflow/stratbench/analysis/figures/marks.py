@@ -20,8 +20,8 @@ class Hue:
     """Shape of a strategy family's marks, and its (full, quiet) colours on light and dark pages."""
 
     shape: str
-    light_theme_colours: tuple[str, str]
-    dark_theme_colours: tuple[str, str]
+    full_and_quiet_light_colours: tuple[str, str]
+    full_and_quiet_dark_colours: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Mark:
         return list(FILLS)[self.index % 3]
 
     @property
-    def dash_pattern(self) -> str:
+    def line_dash_pattern(self) -> str:
         """Dash pattern of the strategy's lines in SVG's notation. Empty for a solid line."""
         return DASHES[self.index % len(DASHES)]
 
     @property
-    def standalone_style(self) -> str:
+    def shape_and_filling(self) -> str:
         """Shape and filling of the mark if nothing else tells strategies apart: `square open`."""
         return f"{self.shape} {list(FILLS)[self.index % len(FILLS)]}"
 
     @property
-    def css_variable(self) -> str:
+    def colour_css_variable(self) -> str:
         """Name of the CSS variable of the family's colour, without leading dashes."""
         return self.family.replace(" ", "-")
 
@@ -92,7 +92,7 @@ def create_mark(family: str, number_in_family: int) -> Mark:
 
 
 @cache
-def number_family_members() -> dict[str, dict[str, int]]:
+def map_strategies_to_numbers_by_family() -> dict[str, dict[str, int]]:
     """Return the number of each registered strategy in its family, by family and strategy.
 
     A strategy without a declared number gets the next free one.
@@ -101,11 +101,11 @@ def number_family_members() -> dict[str, dict[str, int]]:
     for name in sorted(REGISTRY, key=lambda name: get_strategy_class(name).mark is None):
         kind = get_strategy_class(name)
         family = members.setdefault(kind.family, {})
-        family[name] = find_next_free_number(family) if kind.mark is None else kind.mark
+        family[name] = find_next_member_number(family) if kind.mark is None else kind.mark
     return members
 
 
-def find_next_free_number(family: dict[str, int]) -> int:
+def find_next_member_number(family: dict[str, int]) -> int:
     """Return the smallest number above the numbers of all strategies of a family."""
     return max(family.values(), default=-1) + 1
 
@@ -120,14 +120,14 @@ def assign_marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[st
         names: Pairs of a strategy or variant and its base strategy.
     """
     taken = {
-        family: find_next_free_number(members)
-        for family, members in number_family_members().items()
+        family: find_next_member_number(members)
+        for family, members in map_strategies_to_numbers_by_family().items()
     }
     marks = {}
     for name, base in sorted(dict(names).items()):
         if name in REGISTRY:
             family = get_strategy_class(name).family
-            marks[name] = create_mark(family, number_family_members()[family][name])
+            marks[name] = create_mark(family, map_strategies_to_numbers_by_family()[family][name])
         else:
             family = get_strategy_class(base).family if base in REGISTRY else "other"
             marks[name] = create_mark(family, taken.get(family, 0))
@@ -171,11 +171,13 @@ def build_svg_outline_path(shape: str, x: float, y: float, radius: float) -> str
     return f"M{'L'.join(points)}Z"
 
 
-def format_css_variables(for_dark_pages: bool) -> str:
+def format_family_css_variables(for_dark_pages: bool) -> str:
     """Return the families' colours as CSS variables: `--replicas` (full) and `--replicas-q` (quiet)."""
     declarations = []
     for name, hue in FAMILIES.items():
         variable = f"--{name.replace(' ', '-')}"
-        full, quiet = hue.dark_theme_colours if for_dark_pages else hue.light_theme_colours
+        full, quiet = (
+            hue.full_and_quiet_dark_colours if for_dark_pages else hue.full_and_quiet_light_colours
+        )
         declarations += [f"{variable}: {full};", f"{variable}-q: {quiet};"]
     return " ".join(declarations)

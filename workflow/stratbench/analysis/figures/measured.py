@@ -15,8 +15,8 @@ from stratbench.analysis.figures.rows import (
     FigureRow,
     Point,
     RowChart,
-    draw_rows,
-    has_points,
+    draw_row_chart,
+    has_any_point,
     has_visible_row_intervals,
 )
 from stratbench.analysis.records.measures import DOUBT, Measure, format_number
@@ -43,33 +43,35 @@ class CaptionedFigure:
 # ---------------------------------------------------------------- figures with a row per strategy
 
 
-def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
+def draw_figure_with_strategy_rows(data: FigureData, measure: Measure) -> CaptionedFigure:
     """Draw a row per strategy, with the metric's value on each number of workers."""
     rows = data.select_summary_rows(measure.name)
     if measure.name == "utilisation":  # nearly the same on any number of workers, so one is enough
         rows = rows[rows["gpus"] == data.shown_worker_count]
     unit, factor = choose_axis_unit(measure, rows["value"])
     of_time = measure.name == "training_time"
-    reference = find_chosen_value(data, rows)
+    reference = find_value_of_choice(data, rows)
     several = rows["gpus"].nunique() > 1
     points = {
-        str(name): list(iter_points(data, str(name), found, factor, several))
+        str(name): list(iter_strategy_points(data, str(name), found, factor, several))
         for name, found in rows.groupby("strategy", sort=False)
     }
-    if measure.name == "memory" and not data.is_on_cpu:
-        points = {name: add_model_states(data, name, p, factor) for name, p in points.items()}
+    if measure.name == "memory" and not data.has_cpu_workers:
+        points = {
+            name: add_model_states_to_points(data, name, p, factor) for name, p in points.items()
+        }
     lines = [
         FigureRow(
             name,
             points[name],
-            describe_missing_values(found, several),
+            describe_outcomes_of_strategy(found, several),
             format_row_value(data, measure, found, unit, factor, reference if of_time else None),
-            is_chosen=data.is_chosen(name),
+            is_chosen_strategy=data.is_chosen_strategy(name),
         )
         for name, found in rows.groupby("strategy", sort=False)
     ]
     lines.sort(key=lambda row: compute_row_sort_key(row, measure))
-    card = find_gpu_memory(data, measure, points, factor)
+    card = find_gpu_memory_to_draw(data, measure, points, factor)
     band = None
     if of_time and reference:
         ends = reference / (1 + data.equivalence_margin), reference * (1 + data.equivalence_margin)
@@ -80,11 +82,13 @@ def draw_rows_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
         has_log_scale=of_time,
         unit=unit,
         equality_band=band,
-        labelled_limit=(card, "the card") if card else None,
-        value_heading=("best" if of_time else f"on {data.shown_worker_count}") if several else "",
+        vertical_line_and_label=(card, "the card") if card else None,
+        value_text_heading=("best" if of_time else f"on {data.shown_worker_count}")
+        if several
+        else "",
     )
     return CaptionedFigure(
-        draw_rows(chart), " ".join(iter_rows_caption(data, measure, rows, chart))
+        draw_row_chart(chart), " ".join(iter_rows_caption_sentences(data, measure, rows, chart))
     )
 
 
@@ -95,17 +99,18 @@ def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
     return measure.unit, 1.0
 
 
-def find_chosen_value(data: FigureData, summary_rows: pd.DataFrame) -> float | None:
+def find_value_of_choice(data: FigureData, summary_rows: pd.DataFrame) -> float | None:
     """Return the chosen candidate's value in summary.csv, or None if it is unknown."""
-    if data.choice is None:
+    if data.chosen_strategy_and_gpus is None:
         return None
     found = summary_rows[
-        (summary_rows["strategy"] == data.choice[0]) & (summary_rows["gpus"] == data.choice[1])
+        (summary_rows["strategy"] == data.chosen_strategy_and_gpus[0])
+        & (summary_rows["gpus"] == data.chosen_strategy_and_gpus[1])
     ]["value"]
     return float(found.iloc[0]) if len(found) and found.notna().all() else None
 
 
-def iter_points(
+def iter_strategy_points(
     data: FigureData,
     strategy: str,
     summary_rows: pd.DataFrame,
@@ -116,11 +121,11 @@ def iter_points(
     known = summary_rows[summary_rows["value"].notna()].sort_values("gpus")
     for gpus, *values in known[["gpus", "value", "low", "high"]].to_numpy(dtype=float):
         value, low, high = (None if v != v else float(v) * unit_factor for v in values)
-        chosen = data.choice == (strategy, gpus)
+        chosen = data.chosen_strategy_and_gpus == (strategy, gpus)
         yield Point(value or 0.0, low, high, f"{gpus:.0f}" if several_counts else "", chosen)
 
 
-def add_model_states(
+def add_model_states_to_points(
     data: FigureData, strategy: str, points: Sequence[Point], unit_factor: float
 ) -> list[Point]:
     """Return the points of peak memory, to each of which the memory of model states is added."""
@@ -130,7 +135,12 @@ def add_model_states(
     only = next(iter(by_count.values()), None)
     return [
         Point(
-            p.value, p.low, p.high, p.workers_text, p.is_chosen, by_count.get(p.workers_text, only)
+            p.value,
+            p.low,
+            p.high,
+            p.workers_text,
+            p.is_chosen_candidate,
+            by_count.get(p.workers_text, only),
         )
         for p in points
     ]
@@ -141,7 +151,7 @@ def shorten_outcome(value_text: str) -> str:
     return value_text[5:-1] if value_text.startswith("n/a (") else value_text.partition(" (")[0]
 
 
-def describe_missing_values(summary_rows: pd.DataFrame, several_counts: bool) -> str:
+def describe_outcomes_of_strategy(summary_rows: pd.DataFrame, several_counts: bool) -> str:
     """Return the outcomes of a strategy's cells without a value: `OOM on 2, 4` workers."""
     outcomes: dict[str, list[str]] = {}
     lost = summary_rows[
@@ -160,10 +170,10 @@ def describe_missing_values(summary_rows: pd.DataFrame, several_counts: bool) ->
     return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in outcomes.items())
 
 
-def iter_missing_value_notes(summary_rows: pd.DataFrame) -> Iterator[str]:
+def iter_notes_on_missing_values(summary_rows: pd.DataFrame) -> Iterator[str]:
     """Yield a note for each strategy with cells that have no value: `ddp: OOM`."""
     for name, found in summary_rows.groupby("strategy", sort=False):
-        if words := describe_missing_values(found, False):
+        if words := describe_outcomes_of_strategy(found, False):
             yield f"{name}: {words}"
 
 
@@ -185,13 +195,19 @@ def format_row_value(
         on_shown = known[known["gpus"] == data.shown_worker_count]
         best = on_shown if measure.name != "training_time" else known
     else:
-        chosen = data.choice is not None and data.is_chosen(str(strategy_rows["strategy"].iloc[0]))
-        best = known[known["gpus"] == data.choice[1]] if chosen and data.choice else known
+        chosen = data.chosen_strategy_and_gpus is not None and data.is_chosen_strategy(
+            str(strategy_rows["strategy"].iloc[0])
+        )
+        best = (
+            known[known["gpus"] == data.chosen_strategy_and_gpus[1]]
+            if chosen and data.chosen_strategy_and_gpus
+            else known
+        )
     if best.empty:
         return ""
     row = best.loc[best["value"].idxmin() if measure.better != "higher" else best["value"].idxmax()]
     mark = DOUBT if row["flags"] else ""
-    if reference_value is None or data.is_chosen(str(row["strategy"])):
+    if reference_value is None or data.is_chosen_strategy(str(row["strategy"])):
         return f"{format_number(row['value'] * unit_factor, None)} {unit}{mark}".replace(" %", "%")
     return f"{row['value'] / reference_value:.2f}×{mark}"
 
@@ -202,7 +218,7 @@ def compute_row_sort_key(row: FigureRow, measure: Measure) -> tuple[bool, float]
     return not row.points, min((sign * p.value for p in row.points), default=0.0)
 
 
-def find_gpu_memory(
+def find_gpu_memory_to_draw(
     data: FigureData,
     measure: Measure,
     points_by_strategy: dict[str, list[Point]],
@@ -213,25 +229,25 @@ def find_gpu_memory(
     Only memory that is near enough to the peaks is drawn.
     """
     cards = data.cells["device_memory_bytes"].dropna()
-    if measure.name != "memory" or data.is_on_cpu or cards.empty:
+    if measure.name != "memory" or data.has_cpu_workers or cards.empty:
         return None
     card = float(cards.min()) * measure.display_factor * unit_factor
     highest = max((p.value for points in points_by_strategy.values() for p in points), default=0.0)
     return card if card <= FARTHEST_CARD * highest else None
 
 
-def iter_rows_caption(
+def iter_rows_caption_sentences(
     data: FigureData, measure: Measure, summary_rows: pd.DataFrame, chart: RowChart
 ) -> Iterator[str]:
     """Yield the sentences of the caption of a figure with a row per strategy."""
     noun = pluralize(choose_noun_for_workers(data.cells["device_kind"]))
-    if not has_points(chart):
+    if not has_any_point(chart):
         yield f"No strategy has a value; the figure shows how its cells ended, by number of {noun}."
         return
     if measure.name == "memory":
         yield (
             "Peak of the worker that used most, above the memory of its process before training."
-            if data.is_on_cpu
+            if data.has_cpu_workers
             else "Peak of the worker that used most."
         )
     if summary_rows["gpus"].nunique() > 1:
@@ -242,7 +258,7 @@ def iter_rows_caption(
         yield "Logarithmic."
         if (summary_rows["cells"] > 1).any():
             yield "Markers are medians of the repeats; the answer compares geometric means."
-    if chart.equality_band and data.choice:
+    if chart.equality_band and data.chosen_strategy_and_gpus:
         percentage, choice = (
             f"{100 * data.equivalence_margin:g} %",
             " × ".join(map(str, data.choice)),
@@ -251,14 +267,14 @@ def iter_rows_caption(
     if any(p.model_states_value is not None for row in chart.rows for p in row.points):
         yield "A short vertical line shows the part of the memory that model states take."
     cards = data.cells["device_memory_bytes"].dropna()
-    if measure.name == "memory" and not data.is_on_cpu and len(cards):
+    if measure.name == "memory" and not data.has_cpu_workers and len(cards):
         yield f"The GPU has {cards.min() / GIB:.0f} GiB of memory."
     if has_visible_row_intervals(chart):
-        yield from describe_spread(summary_rows, "Lines")
-    yield from data.iter_mark_notes(summary_rows.loc[summary_rows["value"].notna(), "flags"])
+        yield from describe_drawn_intervals(summary_rows, "Lines")
+    yield from data.iter_dagger_notes(summary_rows.loc[summary_rows["value"].notna(), "flags"])
 
 
-def describe_spread(summary_rows: pd.DataFrame, lines_or_bars: str) -> Iterator[str]:
+def describe_drawn_intervals(summary_rows: pd.DataFrame, lines_or_bars: str) -> Iterator[str]:
     """Yield what drawn intervals mean, as in `Bars: 95 % intervals`."""
     kinds = {
         "interval": "95 % intervals",
@@ -281,7 +297,7 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
         if is_ratio and set(found["gpus"]) == {1}:
             continue
         found = found.sort_values("gpus")
-        if without := describe_missing_values(found, True):
+        if without := describe_outcomes_of_strategy(found, True):
             notes.append(f"{name}: {without}")
         if found["value"].notna().any():
             curves.append(
@@ -291,7 +307,7 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
                     found["value"].tolist(),
                     found["low"].tolist(),
                     found["high"].tolist(),
-                    data.is_chosen(str(name)),
+                    data.is_chosen_strategy(str(name)),
                     DOUBT if (found["flags"] != "").any() else "",
                 )
             )
@@ -307,11 +323,16 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
         notes=notes,
     )
     drawn = rows[rows["strategy"].isin([c.strategy for c in curves])]
-    caption = [*iter_scaling_caption(measure, drawn, chart), *data.iter_mark_notes(drawn["flags"])]
+    caption = [
+        *iter_scaling_caption_sentences(measure, drawn, chart),
+        *data.iter_dagger_notes(drawn["flags"]),
+    ]
     return CaptionedFigure(draw_curves(chart), " ".join(caption))
 
 
-def iter_scaling_caption(measure: Measure, drawn: pd.DataFrame, chart: CurveChart) -> Iterator[str]:
+def iter_scaling_caption_sentences(
+    measure: Measure, drawn: pd.DataFrame, chart: CurveChart
+) -> Iterator[str]:
     """Yield the sentences of the caption of a figure over numbers of workers.
 
     Args:
@@ -329,7 +350,7 @@ def iter_scaling_caption(measure: Measure, drawn: pd.DataFrame, chart: CurveChar
             maximum, gpus = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
             yield f"The maximum is {maximum:.2f}, by {best.strategy} × {gpus}."
     if has_visible_intervals(chart):
-        yield from describe_spread(drawn, "Bars")
+        yield from describe_drawn_intervals(drawn, "Bars")
 
 
 def draw_score_figure(data: FigureData, measure: Measure, num_workers: int) -> CaptionedFigure:
@@ -342,7 +363,7 @@ def draw_score_figure(data: FigureData, measure: Measure, num_workers: int) -> C
     curves, repeats = [], 0
     for name, found in epochs.groupby("strategy", sort=False):
         by_epoch = (found["score"] * score.display_factor).groupby(found["epoch"])
-        median, chosen = by_epoch.median(), data.is_chosen(str(name))
+        median, chosen = by_epoch.median(), data.is_chosen_strategy(str(name))
         spread = chosen and by_epoch.size().max() > 1 and len(median) <= MAX_SPREAD
         repeats = int(by_epoch.size().max()) if spread else repeats
         curves.append(
@@ -357,12 +378,12 @@ def draw_score_figure(data: FigureData, measure: Measure, num_workers: int) -> C
             )
         )
     sentences = [f"Score on the whole test set after each epoch, in {score.shown_unit}."]
-    if repeats and data.choice:
-        chosen_strategy = data.choice[0]
+    if repeats and data.chosen_strategy_and_gpus:
+        chosen_strategy = data.chosen_strategy_and_gpus[0]
         sentences.append(
             f"Lines are medians of the repeats; bars are the range of {chosen_strategy}'s repeats."
         )
-    sentences += data.iter_mark_notes(flags.values())
+    sentences += data.iter_dagger_notes(flags.values())
     return draw_score_curves(
         data, curves, num_workers, sentences, x_label="epoch", has_whole_x_ticks=True
     )
@@ -389,8 +410,10 @@ def draw_score_curves(
         curves,
         data.marks,
         y_starts_at_zero=False,
-        labelled_level=None if least is None else (least, f"least possible: {least:.3g}"),
-        notes=list(iter_missing_value_notes(rows[rows["gpus"] == num_workers])),
+        horizontal_line_and_label=None
+        if least is None
+        else (least, f"least possible: {least:.3g}"),
+        notes=list(iter_notes_on_missing_values(rows[rows["gpus"] == num_workers])),
         **x_axis_fields,
     )
     return CaptionedFigure(draw_curves(chart), " ".join(caption_sentences))

@@ -21,7 +21,7 @@ from stratbench.analysis.figures.figure_data import FigureData, build_figure_dat
 from stratbench.analysis.figures.figure_list import INDEX, PLOTS
 from stratbench.analysis.figures.measured import (
     CaptionedFigure,
-    draw_rows_figure,
+    draw_figure_with_strategy_rows,
     draw_scaling_figure,
     draw_score_figure,
 )
@@ -29,10 +29,10 @@ from stratbench.analysis.figures.sheet import RC, save_figure
 from stratbench.analysis.figures.timelines import (
     draw_memory_figure,
     draw_utilisation_figure,
-    has_timelines,
+    has_any_timeline,
 )
 from stratbench.analysis.figures.tradeoffs import (
-    draw_breakdown_figure,
+    draw_step_breakdown_figure,
     draw_score_over_time_figure,
     draw_staleness_figure,
     draw_tradeoff_figure,
@@ -40,17 +40,17 @@ from stratbench.analysis.figures.tradeoffs import (
 from stratbench.analysis.records.columns import read_cells, read_epochs
 from stratbench.analysis.records.measures import MEASURES, Measure
 from stratbench.analysis.tables.summary import read_summary
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.telemetry.machine.cores import list_usable_cores
 
 #: The function that draws a metric's figure, by the kind of chart that PLOTS names.
 CHARTS: dict[str, Callable[[FigureData, Measure], CaptionedFigure]] = {
-    "Dot chart": draw_rows_figure,
+    "Dot chart": draw_figure_with_strategy_rows,
     "Line chart": draw_scaling_figure,
 }
 #: The functions that draw figures of more than one metric, by the figure's name.
 OTHERS: dict[str, Callable[[FigureData], CaptionedFigure]] = {
-    "breakdown": draw_breakdown_figure,
+    "breakdown": draw_step_breakdown_figure,
     "score_over_time": draw_score_over_time_figure,
     "tradeoff": draw_tradeoff_figure,
     "staleness": draw_staleness_figure,
@@ -100,7 +100,7 @@ def has_data(name: str, data: FigureData) -> bool:
     return bool(rows["value"].notna().any()) or name == "training_time"
 
 
-def has_column_on_shown_count(column: str) -> Callable[[FigureData], bool]:
+def make_column_check(column: str) -> Callable[[FigureData], bool]:
     """Return a check of figure data: whether a column has values on the shown number of workers."""
     return lambda data: bool(
         data.cells.loc[data.cells["gpus"] == data.shown_worker_count, column].notna().any()
@@ -109,17 +109,17 @@ def has_column_on_shown_count(column: str) -> Callable[[FigureData], bool]:
 
 #: Functions that check whether a figure has data, by the names of figures with special requirements.
 FURTHER: dict[str, Callable[[FigureData], bool]] = {
-    "breakdown": has_column_on_shown_count("breakdown_ms"),
-    "staleness": has_column_on_shown_count("staleness"),
+    "breakdown": make_column_check("breakdown_ms"),
+    "staleness": make_column_check("staleness"),
     "score_over_time": lambda data: data.shown_worker_count in set(data.epochs["gpus"]),
-    "tradeoff": lambda data: len(find_timed_and_scored(data)) > 1,
-    "utilisation_timelines": has_timelines,
-    "memory_timelines": has_timelines,
-    "utilisation": has_column_on_shown_count("utilisation_pct"),
+    "tradeoff": lambda data: len(find_candidates_with_time_and_score(data)) > 1,
+    "utilisation_timelines": has_any_timeline,
+    "memory_timelines": has_any_timeline,
+    "utilisation": make_column_check("utilisation_pct"),
 }
 
 
-def find_timed_and_scored(data: FigureData) -> set[Any]:
+def find_candidates_with_time_and_score(data: FigureData) -> set[Any]:
     """Return the (strategy, number of workers) pairs that have a time and a score."""
     known = [
         set(zip(rows["strategy"], rows["gpus"], strict=True))
@@ -146,7 +146,7 @@ FIGURES_A_PROCESS = 8
 _loaded: list[FigureData] = []
 
 
-def load_tables_in_process(*tables: Path | None) -> None:
+def load_figure_data_once(*tables: Path | None) -> None:
     """Read the figure data into this process, unless its parent process has already read them."""
     if not _loaded:
         _loaded.extend(read_figure_data(*tables))
@@ -185,7 +185,7 @@ def write_figure(
     }
 
 
-def remove_old_figures(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
+def remove_figures_not_drawn(out_dir: Path, drawn: Sequence[dict[str, Any]]) -> None:
     """Remove the figures of earlier runs that were not drawn again.
 
     Args:
@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Outside of Linux, a forked process may crash after its parent has used system libraries.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(
-                n_processes, context, initializer=load_tables_in_process, initargs=tables
+                n_processes, context, initializer=load_figure_data_once, initargs=tables
             )
             drawing = stack.enter_context(pool).map
         columns = list(zip(*asked, strict=True)) or [(), (), ()]
@@ -238,8 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for figure in drawing(write_figure, *columns, [args.out_dir] * len(asked)):
             print(args.out_dir / figure["file"], flush=True)
             drawn.append(figure)
-    write_atomic(args.out_dir / INDEX, json.dumps(drawn, indent=1, ensure_ascii=False))
-    remove_old_figures(args.out_dir, drawn)
+    write_text_atomically(args.out_dir / INDEX, json.dumps(drawn, indent=1, ensure_ascii=False))
+    remove_figures_not_drawn(args.out_dir, drawn)
     return 0
 
 

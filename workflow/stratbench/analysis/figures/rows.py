@@ -16,8 +16,8 @@ from stratbench.analysis.figures.axes import (
     add_clipped_interval_ends,
     apply_layout,
     compute_axis_fraction,
-    compute_limits,
-    create_axes,
+    compute_axis_limits,
+    create_figure_axes,
     create_shifted_transform,
     draw_mark,
     draw_row_name,
@@ -35,7 +35,7 @@ from stratbench.analysis.figures.sheet import (
     PAPER,
     PX,
     WIDTH,
-    choose_colour,
+    choose_mark_colour,
 )  # fmt: skip
 
 #: Heights in pixels of the axis at the top, of a row, and of each further lane for a row's overlapping marks.
@@ -57,7 +57,7 @@ class Point:
     high: float | None = None
     #: The number of workers, which is written in the mark. If empty, the strategy's own mark is drawn.
     workers_text: str = ""
-    is_chosen: bool = False
+    is_chosen_candidate: bool = False
     #: The part of the value that model states take, drawn as a short vertical line.
     model_states_value: float | None = None
 
@@ -69,9 +69,9 @@ class FigureRow:
     strategy: str
     points: Sequence[Point] = ()
     #: Outcomes of cells without a value: `OOM on 2`.
-    missing_values_text: str = ""
-    value_text: str = ""
-    is_chosen: bool = False
+    outcomes_without_value_text: str = ""
+    best_value_text: str = ""
+    is_chosen_strategy: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class RowChart:
     #: The ends of the shaded band of values that count as equal; None without a band.
     equality_band: tuple[float, float] | None = None
     #: A value at which a vertical line is drawn, such as the GPU's memory, and the line's label.
-    labelled_limit: tuple[float, str] | None = None
+    vertical_line_and_label: tuple[float, str] | None = None
     #: Heading above the values that are shown as text.
-    value_heading: str = ""
+    value_text_heading: str = ""
 
     @classmethod
-    def from_ratios(
+    def from_ratio_rows(
         cls,
         rows: Sequence[FigureRow],
         marks: Mapping[str, Mark],
@@ -104,7 +104,7 @@ class RowChart:
             has_log_scale=True,
             unit="×",
             equality_band=(1 / (1 + margin), 1 + margin),
-            value_heading=value_heading,
+            value_text_heading=value_heading,
         )
 
 
@@ -114,14 +114,17 @@ class RowScale:
 
     limits: tuple[float, float]
     log: bool
-    width_px: float
+    axis_width_px: float
 
     @classmethod
     def from_chart(cls, chart: RowChart) -> RowScale:
         """Return the axis that spans all points of a chart and their intervals."""
         letters = max((min(len(row.strategy), MAX_LETTERS) for row in chart.rows), default=0)
         letters += max(
-            (len(text) for text in (chart.value_heading, *(r.value_text for r in chart.rows))),
+            (
+                len(text)
+                for text in (chart.value_text_heading, *(r.best_value_text for r in chart.rows))
+            ),
             default=0,
         )
         width = WIDTH - MARGINS - LETTER * letters
@@ -132,20 +135,20 @@ class RowScale:
         )
         values += [
             *(chart.equality_band or ()),
-            *([chart.labelled_limit[0]] if chart.labelled_limit else []),
+            *([chart.vertical_line_and_label[0]] if chart.vertical_line_and_label else []),
         ]
         return cls(
-            compute_limits(values, (DISC / 2 + 3) / width, chart.has_log_scale),
+            compute_axis_limits(values, (DISC / 2 + 3) / width, chart.has_log_scale),
             chart.has_log_scale,
             width,
         )
 
-    def compute_x_px(self, value: float) -> float:
+    def compute_pixel_position(self, value: float) -> float:
         """Return the horizontal position of a value in pixels."""
-        return self.width_px * compute_axis_fraction(value, self.limits, self.log)
+        return self.axis_width_px * compute_axis_fraction(value, self.limits, self.log)
 
 
-def has_points(chart: RowChart) -> bool:
+def has_any_point(chart: RowChart) -> bool:
     """Return whether any row of a chart has a point, since only then is an axis drawn."""
     return any(row.points for row in chart.rows)
 
@@ -154,66 +157,69 @@ def has_visible_row_intervals(chart: RowChart) -> bool:
     """Return whether any interval of a chart is wider than the mark of its point."""
     scale = RowScale.from_chart(chart)
     return any(
-        scale.compute_x_px(p.high) - scale.compute_x_px(p.low) > compute_mark_width_px(p)
+        scale.compute_pixel_position(p.high) - scale.compute_pixel_position(p.low)
+        > compute_point_mark_width_px(p)
         for row in chart.rows
         for p in row.points
         if p.low is not None and p.high is not None
     )
 
 
-def assign_lanes(row: FigureRow, scale: RowScale) -> Iterator[int]:
+def assign_lanes_to_points(row: FigureRow, scale: RowScale) -> Iterator[int]:
     """Yield the lane of each point of a row: the first one in which no earlier point overlaps."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
-        at, half = scale.compute_x_px(point.value), compute_mark_width_px(point) / 2
+        at, half = scale.compute_pixel_position(point.value), compute_point_mark_width_px(point) / 2
         free = [all(abs(at - a) >= half + h for a, h in lane) for lane in lanes]
         chosen = free.index(True) if any(free) else len(lanes)
         lanes[chosen : chosen + 1] = [[*(lanes[chosen] if any(free) else ()), (at, half)]]
         yield chosen
 
 
-def compute_mark_width_px(point: Point) -> float:
+def compute_point_mark_width_px(point: Point) -> float:
     """Return the width of a point's mark in pixels."""
     return WIDE_DISC if len(point.workers_text) > 2 else DISC
 
 
-def draw_rows(chart: RowChart) -> Figure:
+def draw_row_chart(chart: RowChart) -> Figure:
     """Draw a chart with its rows in the given order."""
     scale = RowScale.from_chart(chart)
-    lanes = [list(assign_lanes(row, scale)) for row in chart.rows]
+    lanes = [list(assign_lanes_to_points(row, scale)) for row in chart.rows]
     lowest = [LANE * max(of, default=0) for of in lanes]
     heights = [
-        ROW + low + (LINE_HEIGHT if row.missing_values_text and row.points else 0)
+        ROW + low + (LINE_HEIGHT if row.outcomes_without_value_text and row.points else 0)
         for row, low in zip(chart.rows, lowest, strict=True)
     ]
-    axes = create_axes(HEAD + sum(heights) + (LINE_HEIGHT if chart.labelled_limit else 0))
+    axes = create_figure_axes(
+        HEAD + sum(heights) + (LINE_HEIGHT if chart.vertical_line_and_label else 0)
+    )
     axes.set_ylim(sum(heights), 0)
-    draw_scale(axes, chart, scale)
+    draw_horizontal_scale(axes, chart, scale)
     for row, of, low, end, height in zip(
         chart.rows, lanes, lowest, accumulate(heights), heights, strict=True
     ):
         middle, mark = end - height + ROW / 2, chart.marks[row.strategy]
-        draw_row_name(axes, middle, row.strategy, mark, row.is_chosen)
+        draw_row_name(axes, middle, row.strategy, mark, row.is_chosen_strategy)
         axes.axhline(middle, color=LINE, zorder=1)
-        full = choose_colour(mark, True) if row.is_chosen else MUTED
+        full = choose_mark_colour(mark, True) if row.is_chosen_strategy else MUTED
         draw_text(
             axes,
             1,
             middle,
-            row.value_text,
+            row.best_value_text,
             full,
-            bold=row.is_chosen,
+            bold=row.is_chosen_strategy,
             transform=create_shifted_transform(axes, 6),
         )
         for point, lane in zip(row.points, of, strict=True):
-            draw_point(axes, point, mark, middle + LANE * lane)
-        if row.missing_values_text:
+            draw_point_of_row(axes, point, mark, middle + LANE * lane)
+        if row.outcomes_without_value_text:
             # This text has a line of its own, so it may extend to the right of the axes.
-            room = int((scale.width_px + MARGINS) / LETTER)
+            room = int((scale.axis_width_px + MARGINS) / LETTER)
             words = (
-                row.missing_values_text
-                if len(row.missing_values_text) <= room
-                else f"{row.missing_values_text[: room - 1]}…"
+                row.outcomes_without_value_text
+                if len(row.outcomes_without_value_text) <= room
+                else f"{row.outcomes_without_value_text[: room - 1]}…"
             )
             below = low + (ROW + LINE_HEIGHT) / 2 - 2 if row.points else 0
             paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0}
@@ -229,40 +235,40 @@ def draw_rows(chart: RowChart) -> Figure:
     return apply_layout(axes)
 
 
-def draw_scale(axes: Axes, chart: RowChart, scale: RowScale) -> None:
+def draw_horizontal_scale(axes: Axes, chart: RowChart, scale: RowScale) -> None:
     """Draw what is behind the points: band of equal values, ticks with grid lines, labelled line."""
     axes.spines[:].set_visible(False)
     axes.set_yticks([])
     axes.tick_params("x", top=False, bottom=False, labeltop=True, labelbottom=False, pad=2 * PX)
-    axes.grid(axis="x", visible=has_points(chart))
-    if not has_points(chart):
+    axes.grid(axis="x", visible=has_any_point(chart))
+    if not has_any_point(chart):
         axes.set_xticks([])
         return
     set_ticks(axes.xaxis, scale.limits, chart.has_log_scale, unit=chart.unit)
     # A centred text of the last tick would touch the heading to its right.
-    if scale.compute_x_px(axes.get_xticks()[-1]) > scale.width_px - DISC:
+    if scale.compute_pixel_position(axes.get_xticks()[-1]) > scale.axis_width_px - DISC:
         axes.get_xticklabels()[-1].set_horizontalalignment("right")
     if chart.equality_band:
         axes.axvspan(*chart.equality_band, color=BAND, linewidth=0, zorder=0)
-    if chart.value_heading:
+    if chart.value_text_heading:
         draw_text(
             axes,
             1,
             0,
-            chart.value_heading,
+            chart.value_text_heading,
             MUTED,
             va="bottom",
             transform=create_shifted_transform(axes, 6, 6),
         )
-    if chart.labelled_limit:
-        value, text = chart.labelled_limit
+    if chart.vertical_line_and_label:
+        value, text = chart.vertical_line_and_label
         axes.axvline(value, color=MUTED, linewidth=1.5 * PX, zorder=2)
         draw_text(axes, value, axes.get_ylim()[0] + LINE_HEIGHT / 2, text, MUTED, ha="right")
 
 
-def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
+def draw_point_of_row(axes: Axes, point: Point, mark: Mark, y: float) -> None:
     """Draw a point of a row: its interval, its part of model states, and its mark."""
-    colour, chosen = choose_colour(mark, point.is_chosen), point.is_chosen
+    colour, chosen = choose_mark_colour(mark, point.is_chosen_candidate), point.is_chosen_candidate
     if point.low is not None and point.high is not None:
         width = (3.5 if chosen else 1.75) * PX
         axes.plot([point.low, point.high], [y, y], color=colour, linewidth=width, zorder=2)
@@ -276,7 +282,7 @@ def draw_point(axes: Axes, point: Point, mark: Mark, y: float) -> None:
     wide = len(point.workers_text) > 2
     axes.plot(
         [point.value], [y], marker=_WIDE if wide else "o",
-        markersize=(compute_mark_width_px(point) - 1.25) * PX,
+        markersize=(compute_point_mark_width_px(point) - 1.25) * PX,
         color=colour, markerfacecolor=colour if chosen else PAPER, markeredgewidth=1.25 * PX, zorder=5,
     )  # fmt: skip
     text = PAPER if chosen else INK

@@ -102,9 +102,9 @@ MARKERS = {
 }  # fmt: skip
 
 
-def choose_colour(mark: Mark, is_chosen: bool) -> str:
+def choose_mark_colour(mark: Mark, is_chosen: bool) -> str:
     """Return the colour of a strategy's mark: full if the strategy is chosen, else quiet."""
-    return FAMILIES[mark.family].light_theme_colours[0 if is_chosen else 1]
+    return FAMILIES[mark.family].full_and_quiet_light_colours[0 if is_chosen else 1]
 
 
 def map_theme_colours() -> dict[str, tuple[str, str]]:
@@ -112,8 +112,11 @@ def map_theme_colours() -> dict[str, tuple[str, str]]:
     known = {light: (name, dark) for name, (light, dark) in THEME.items()}
     for name, hue in FAMILIES.items():
         variable = name.replace(" ", "-")
-        known[hue.light_theme_colours[0]] = variable, hue.dark_theme_colours[0]
-        known[hue.light_theme_colours[1]] = f"{variable}-q", hue.dark_theme_colours[1]
+        known[hue.full_and_quiet_light_colours[0]] = variable, hue.full_and_quiet_dark_colours[0]
+        known[hue.full_and_quiet_light_colours[1]] = (
+            f"{variable}-q",
+            hue.full_and_quiet_dark_colours[1],
+        )
     return known
 
 
@@ -164,10 +167,10 @@ def render_svg(figure: Figure) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata=FORMATS[".svg"], transparent=True)
     plt.close(figure)
-    return compact_svg(apply_theme_variables(out.getvalue()))
+    return shorten_svg(apply_theme_variables(out.getvalue()))
 
 
-def compact_svg(svg: str) -> str:
+def shorten_svg(svg: str) -> str:
     """Return a shorter SVG: without comments, and with at most two decimals in coordinates."""
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<[^>]+>", lambda m: re.sub(r"(\.\d\d)\d+", r"\1", m[0]), svg)

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from stratbench.analysis.figures.axes import (
     apply_layout,
-    create_axes,
+    create_figure_axes,
     create_shifted_transform,
     draw_row_name,
     draw_text,
@@ -21,7 +21,7 @@ from stratbench.analysis.figures.axes import (
 from stratbench.analysis.figures.curves import parse_dash_pattern
 from stratbench.analysis.figures.figure_data import FigureData
 from stratbench.analysis.figures.measured import CaptionedFigure, shorten_outcome
-from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, choose_colour
+from stratbench.analysis.figures.sheet import BAD, BAND, LINE, MUTED, PX, RULE, choose_mark_colour
 from stratbench.cell.text.words import MIB, format_bytes
 
 #: Maximum number of points of a line. Longer lines are averaged, since a panel is small.
@@ -60,10 +60,10 @@ def draw_memory_figure(data: FigureData) -> CaptionedFigure:
     return draw_timeline_figure(data, MEMORY_COLUMNS, "MiB")
 
 
-def has_timelines(data: FigureData) -> bool:
+def has_any_timeline(data: FigureData) -> bool:
     """Return whether any strategy has a timeline to draw."""
     cells = (find_cell_with_most_workers(data, name) for name in data.strategies)
-    return any(read_timeline(data.study_dir, cell) is not None for cell in cells)
+    return any(read_cell_timeline(data.study_dir, cell) is not None for cell in cells)
 
 
 def draw_timeline_figure(
@@ -79,7 +79,7 @@ def draw_timeline_figure(
         unit: Unit of the values.
     """
     cells = [find_cell_with_most_workers(data, name) for name in data.strategies]
-    timelines = [read_timeline(data.study_dir, cell) for cell in cells]
+    timelines = [read_cell_timeline(data.study_dir, cell) for cell in cells]
     lines = [[] if t is None else list(iter_worker_lines(t, columns_by_kind)) for t in timelines]
     panels = [Panel(*parts) for parts in zip(cells, timelines, lines, strict=True)]
     workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
@@ -98,7 +98,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
     lines = [line for panel in panels for line in panel.lines]
     end = max([line.times_s.max() for line in lines], default=0) or 1e-3
     highest = max([line.values.max() for line in lines], default=0) or 1e-3
-    axes = create_axes(8 + len(panels) * (PANEL + BETWEEN) + AXIS)
+    axes = create_figure_axes(8 + len(panels) * (PANEL + BETWEEN) + AXIS)
     axes.set_ylim(len(panels), -BETWEEN / PANEL)
     axes.set_yticks([])
     axes.spines["bottom"].set_visible(False)
@@ -108,7 +108,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
     used = PANEL / (PANEL + BETWEEN)
     for i, (cell, timeline, worker_lines) in enumerate(panels):
         bottom, strategy = i + used, str(cell["strategy"])
-        mark, chosen = data.marks[strategy], data.is_chosen(strategy)
+        mark, chosen = data.marks[strategy], data.is_chosen_strategy(strategy)
         draw_row_name(axes, i + used / 2, strategy, mark, chosen)
         axes.axhline(i, color=LINE, zorder=1)
         axes.axhline(bottom, color=RULE, zorder=1.5)
@@ -130,13 +130,13 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
                 "linestyle": parse_dash_pattern("3 2" if name.startswith("server") else ""),
                 "zorder": 3,
             }
-            style |= {"color": choose_colour(mark, chosen), "linewidth": 1.25 * PX}
+            style |= {"color": choose_mark_colour(mark, chosen), "linewidth": 1.25 * PX}
             axes.plot(times_s, bottom - used * values / highest, **style)
     draw_text(
         axes,
         1,
         0,
-        format_highest(highest, unit),
+        format_highest_value(highest, unit),
         MUTED,
         va="top",
         transform=create_shifted_transform(axes, 4),
@@ -144,7 +144,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
     return apply_layout(axes)
 
 
-def format_highest(value: float, unit: str) -> str:
+def format_highest_value(value: float, unit: str) -> str:
     """Return the highest value of a timeline as text with its unit."""
     return format_bytes(value * MIB) if unit == "MiB" else f"{value:.3g} {unit}"
 
@@ -155,7 +155,7 @@ def find_cell_with_most_workers(data: FigureData, strategy: str) -> pd.Series:
     return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
 
 
-def read_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
+def read_cell_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame | None:
     """Return the timeline of a cell. None without a timeline or with an unusable record."""
     if study_dir is None or not isinstance(cell["record_path"], str) or cell["status"] == "error":
         return None
@@ -187,10 +187,12 @@ def iter_worker_lines(
         known = rows.dropna(subset=[column])
         if len(known):
             times, values = known["t_s"].to_numpy(), known[column].to_numpy(dtype=float) * scale
-            yield Line(str(name), *average_runs(times, values))
+            yield Line(str(name), *average_consecutive_samples(times, values))
 
 
-def average_runs(times: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def average_consecutive_samples(
+    times: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return at most MAX_POINTS times and values, each the mean of consecutive samples."""
     run = -(-len(times) // MAX_POINTS)
     if run == 1:

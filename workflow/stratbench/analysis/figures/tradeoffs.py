@@ -13,8 +13,8 @@ from matplotlib.transforms import Bbox, BboxBase
 
 from stratbench.analysis.figures.axes import (
     apply_layout,
-    compute_limits,
-    create_axes,
+    compute_axis_limits,
+    create_figure_axes,
     create_shifted_transform,
     draw_mark,
     draw_row_name,
@@ -35,7 +35,7 @@ from stratbench.analysis.figures.sheet import (
     PX,
     RULE,
     THEME,
-    choose_colour,
+    choose_mark_colour,
 )  # fmt: skip
 from stratbench.analysis.records.measures import ALONE, DOUBT, format_number
 from stratbench.cell.text.words import format_names
@@ -60,25 +60,25 @@ SCATTER = 258
 ABOVE, NAME = 13, 12
 
 
-def draw_breakdown_figure(data: FigureData) -> CaptionedFigure:
+def draw_step_breakdown_figure(data: FigureData) -> CaptionedFigure:
     """Draw a bar per strategy that divides its mean step time into phases."""
     known = data.cells[data.cells["breakdown_ms"].notna()]
     known = known[known["gpus"] == data.shown_worker_count]
     phases = pd.DataFrame([json.loads(t) for t in known["breakdown_ms"]], index=known.index)
     steps = phases.groupby(known["strategy"]).median().fillna(0.0).clip(lower=0.0)
-    parts = sum_step_parts(steps)
+    parts = sum_phases_by_step_part(steps)
     parts = parts.loc[parts.sum(axis=1).sort_values().index]
     return CaptionedFigure(
-        draw_breakdown(data, parts), " ".join(iter_breakdown_caption(data, parts))
+        draw_step_time_bars(data, parts), " ".join(iter_breakdown_caption_sentences(data, parts))
     )
 
 
-def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
+def draw_step_time_bars(data: FigureData, parts: pd.DataFrame) -> Figure:
     """Draw a bar per strategy that stacks the parts of a step in ms, with the sum as text."""
     drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
-    axes = create_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
+    axes = create_figure_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
     axes.set_axis_off()
-    axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=compute_limits(parts.sum(axis=1), 0, False))
+    axes.set(ylim=(len(parts) - 0.5, -0.5), xlim=compute_axis_limits(parts.sum(axis=1), 0, False))
     done = pd.Series(0.0, index=parts.index)
     for part, name, filled in drawn:
         colour = THEME[name][0]
@@ -89,9 +89,9 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
         )  # fmt: skip
         done += parts[part]
     for y, (name, width) in enumerate(done.items()):
-        chosen, mark = data.is_chosen(str(name)), data.marks[str(name)]
+        chosen, mark = data.is_chosen_strategy(str(name)), data.marks[str(name)]
         draw_row_name(axes, y, str(name), mark, chosen)
-        full = choose_colour(mark, True) if chosen else MUTED
+        full = choose_mark_colour(mark, True) if chosen else MUTED
         place = create_shifted_transform(axes, 6, transform=axes.transData)
         text = f"{format_number(width, None)} ms"
         draw_text(axes, width, y, text, full, bold=chosen, transform=place)
@@ -101,7 +101,7 @@ def draw_breakdown(data: FigureData, parts: pd.DataFrame) -> Figure:
     return apply_layout(axes)
 
 
-def sum_step_parts(steps: pd.DataFrame) -> pd.DataFrame:
+def sum_phases_by_step_part(steps: pd.DataFrame) -> pd.DataFrame:
     """Return each strategy's time per step in ms for each part in PARTS, and for the rest."""
     named = {
         part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
@@ -111,7 +111,7 @@ def sum_step_parts(steps: pd.DataFrame) -> pd.DataFrame:
     return parts.assign(rest=steps.sum(axis=1) - parts.sum(axis=1)).clip(lower=0.0)
 
 
-def iter_breakdown_caption(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
+def iter_breakdown_caption_sentences(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
     """Yield the caption's sentences, also on strategies that do not separate communication."""
     yield f"Mean duration of a step over all workers, on {data.workers(data.shown_worker_count)}."
     hidden = [str(name) for name in parts.index if parts.loc[name, "communication"] == 0]
@@ -129,8 +129,10 @@ def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
     for name, found in pd.concat([rows, alone]).groupby("strategy", sort=False):
         middle = found.groupby("epoch")[["train_time_s", "score"]].median()
         values = (middle["score"] * score.display_factor).tolist()
-        chosen = data.is_chosen(str(name))
-        curves.append(Curve(str(name), middle["train_time_s"].tolist(), values, is_chosen=chosen))
+        chosen = data.is_chosen_strategy(str(name))
+        curves.append(
+            Curve(str(name), middle["train_time_s"].tolist(), values, is_chosen_strategy=chosen)
+        )
     sentences = [f"{score.name.capitalize()}, {score.shown_unit}, on {data.workers(count)}."]
     if len(alone):
         sentences.append(f"{ALONE} is on one.")
@@ -147,16 +149,16 @@ def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
     ]
     points = pd.concat(measured, axis=1).dropna()
     # Scores are rounded, so that points with the same shown score are equally good.
-    points["score"] = points["score"].round(data.score.decimals)
+    points["score"] = points["score"].round(data.score.shown_decimals)
     points["unbeaten"] = find_pareto_optimal_mask(
-        *points.to_numpy(dtype=float).T * [[1], [data.score.sign]]
+        *points.to_numpy(dtype=float).T * [[1], [data.score.higher_is_better_sign]]
     )
     flags = data.select_summary_rows("score").set_index(["strategy", "gpus"])["flags"].to_dict()
     unit = data.score.shown_unit
     caption = [
         f"{data.score.name.capitalize()} after the last epoch, {unit}, against the training time.",
         "The line joins the Pareto-optimal points: no other point is better in time and score.",
-        *data.iter_mark_notes(flags.values()),
+        *data.iter_dagger_notes(flags.values()),
     ]
     return CaptionedFigure(
         draw_tradeoff(data, points.sort_values("training_time"), flags), " ".join(caption)
@@ -167,18 +169,18 @@ def draw_tradeoff(
     data: FigureData, points: pd.DataFrame, flags: Mapping[tuple[str, int], str]
 ) -> Figure:
     """Draw a scatter chart of times and scores. The choice and Pareto-optimal points have names."""
-    axes = create_axes(SCATTER)
+    axes = create_figure_axes(SCATTER)
     scores = points["score"]
     # The axis spans at least the tolerance, so that tiny differences do not fill it.
     room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
     low, high = scores.min(), scores.max()
     set_ticks(axes.yaxis, (low - room, high + room) if len(scores) else (-room, 1 + room), False)
-    set_ticks(axes.xaxis, compute_limits(points["training_time"], 0.04, True), True, unit="s")
+    set_ticks(axes.xaxis, compute_axis_limits(points["training_time"], 0.04, True), True, unit="s")
     axes.set_xlabel("training time")
     front = points[points["unbeaten"]]
     axes.plot(front["training_time"], front["score"], color=RULE, linewidth=1.5 * PX, zorder=2)
     for key, (time, score, _) in points.iterrows():
-        chosen = data.choice == key
+        chosen = data.chosen_strategy_and_gpus == key
         size, over = (11, 5) if chosen else (7, 4)
         draw_mark(axes, time, score, data.marks[key[0]], chosen, size, zorder=over)
     apply_layout(axes)
@@ -188,13 +190,16 @@ def draw_tradeoff(
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in at]
     labels = (axes.xaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels())
     taken += [label.get_window_extent() for label in labels if label.get_text()]
-    rivals = [key for key in front.index if key != data.choice][:MAX_NAMED]
-    for key in [*([data.choice] if data.choice in places else []), *rivals]:
-        chosen, doubt = key == data.choice, DOUBT if flags.get(key) else ""
-        colour = choose_colour(data.marks[key[0]], True) if chosen else INK
+    rivals = [key for key in front.index if key != data.chosen_strategy_and_gpus][:MAX_NAMED]
+    for key in [
+        *([data.chosen_strategy_and_gpus] if data.chosen_strategy_and_gpus in places else []),
+        *rivals,
+    ]:
+        chosen, doubt = key == data.chosen_strategy_and_gpus, DOUBT if flags.get(key) else ""
+        colour = choose_mark_colour(data.marks[key[0]], True) if chosen else INK
         text = f"{shorten_name(key[0])} × {key[1]}{doubt}"
         name = draw_text(axes, 0, 0, text, colour, bold=chosen, zorder=6)
-        box = find_free_box(
+        box = find_box_for_name(
             places[key], name.get_window_extent().width + 6, taken, find_root_figure(axes).bbox
         )
         taken.append(box)
@@ -207,7 +212,7 @@ def draw_tradeoff(
     return find_root_figure(axes)
 
 
-def find_free_box(
+def find_box_for_name(
     point: Sequence[float], name_width: float, taken_boxes: Sequence[Bbox], figure_box: BboxBase
 ) -> Bbox:
     """Return the box for a point's name that overlaps least with other boxes.
@@ -248,10 +253,10 @@ def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
     rows = known[known["gpus"] == data.shown_worker_count]
     curves = []
     for name, found in rows.groupby("strategy", sort=False):
-        shares = compute_shares_by_value([json.loads(text) for text in found["staleness"]])
+        shares = compute_staleness_shares([json.loads(text) for text in found["staleness"]])
         places = [float(i) for i in range(len(shares))]
-        chosen = data.is_chosen(str(name))
-        curves.append(Curve(str(name), places, (100 * shares).tolist(), is_chosen=chosen))
+        chosen = data.is_chosen_strategy(str(name))
+        curves.append(Curve(str(name), places, (100 * shares).tolist(), is_chosen_strategy=chosen))
     shown = CurveChart(
         curves,
         data.marks,
@@ -262,7 +267,7 @@ def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
     return CaptionedFigure(draw_curves(shown), caption)
 
 
-def compute_shares_by_value(counts_by_repeat: list[list[int]]) -> np.ndarray:
+def compute_staleness_shares(counts_by_repeat: list[list[int]]) -> np.ndarray:
     """Return the share of pushes with each staleness, without the last 0.1 % of all pushes.
 
     Args:

@@ -22,13 +22,13 @@ from stratbench.analysis.records.columns import (
     COORDINATES,
     EPOCH_COLUMNS,
     Row,
-    build_record_row,
-    join_lines,
+    build_row_from_record,
+    clean_and_shorten_text,
 )
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import import_attribute, load_extensions
-from stratbench.cell.files import write_rows
+from stratbench.cell.files import write_csv_rows
 from stratbench.cell.record import Record
 from stratbench.cell.text.words import format_count
 from stratbench.study.config.config import Study
@@ -59,7 +59,7 @@ class Expectations:
     study: Study | None = None
 
 
-def add_expectation_options(parser: argparse.ArgumentParser) -> None:
+def add_expected_record_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for skipped cells, target scores and required settings to a command line."""
     parser.add_argument(
         "--skipped", default="{}", help="JSON object: why a cell is skipped, by its path"
@@ -72,14 +72,14 @@ def add_expectation_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_expectations(args: argparse.Namespace) -> Expectations:
+def read_expected_record_options(args: argparse.Namespace) -> Expectations:
     """Return the skipped cells, target scores and required settings that a command line gives."""
     config = json.loads(args.study)
     study = Study(config, config["study"]) if config else None
     return Expectations(json.loads(args.skipped), json.loads(args.targets), study)
 
 
-def find_time_to_score_s(
+def find_time_to_target_score_s(
     epoch_rows: list[Row], target_score: float | None, better: str
 ) -> float | None:
     """Return the training time in s to the end of the first epoch that reached a target score.
@@ -102,7 +102,7 @@ def find_time_to_score_s(
     return next(reached, None)
 
 
-def describe_missing_record(log_dir: Path) -> Row:
+def build_row_without_record(log_dir: Path) -> Row:
     """Return the fields `status` and `reason` of the row of a cell without a record.
 
     The status is `error` if its logs show a failure, else `missing`.
@@ -110,7 +110,7 @@ def describe_missing_record(log_dir: Path) -> Row:
     reason = record.read_failure_reason(log_dir)
     if reason is None:
         return {"status": "missing", "reason": "no record yet"}
-    return {"status": "error", "reason": join_lines(reason)}
+    return {"status": "error", "reason": clean_and_shorten_text(reason)}
 
 
 def build_cell_rows(
@@ -140,7 +140,7 @@ def build_cell_rows(
         outcome = (
             {"status": "infeasible", "reason": skip_reason}
             if skip_reason
-            else describe_missing_record(log_dir)
+            else build_row_without_record(log_dir)
         )
         return CellRows(row | outcome, [])
     row["record_path"] = str(path.relative_to(study_dir))
@@ -154,17 +154,17 @@ def build_cell_rows(
             other := record.describe_settings_differences(rec, expected.study.settings(cell))
         ):
             raise record.RecordError(f"{path} {other}")
-        measured = build_record_row(rec, path.with_name("timeline.csv"))
+        measured = build_row_from_record(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
         # Another column has the path. Without it, cells with the same problem have the same reason.
         reason = str(e).replace(str(path), path.name, 1)
-        return CellRows(row | {"status": "error", "reason": join_lines(reason)}, [])
+        return CellRows(row | {"status": "error", "reason": clean_and_shorten_text(reason)}, [])
     except Exception as e:  # one unreadable record must not stop the collection of the others
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
-        return CellRows(row | {"status": "error", "reason": join_lines(reason)}, [])
+        return CellRows(row | {"status": "error", "reason": clean_and_shorten_text(reason)}, [])
     row |= measured
     row["target_score"] = target = expected.targets.get(cell.experiment)
-    row["time_to_target_s"] = find_time_to_score_s(
+    row["time_to_target_s"] = find_time_to_target_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]
     )
     epochs = [coordinates | epoch for epoch in rec["score"]["per_epoch"]]
@@ -224,12 +224,12 @@ def collect_records(
     for extension in load_extensions().values():
         if extension.modify_cell_rows is not None:
             import_attribute(extension.modify_cell_rows)(rows)
-    write_rows(epochs_out, EPOCH_COLUMNS, (epoch for _, epochs in listed for epoch in epochs))
-    write_rows(out, COLUMNS, rows)
+    write_csv_rows(epochs_out, EPOCH_COLUMNS, (epoch for _, epochs in listed for epoch in epochs))
+    write_csv_rows(out, COLUMNS, rows)
     return [row for row in rows if row["status"] in UNMEASURED]
 
 
-def describe_missing(rows_without_record: Sequence[Row], num_cells: int) -> str:
+def describe_cells_without_record(rows_without_record: Sequence[Row], num_cells: int) -> str:
     """Return a message that names every cell without a usable record."""
     lines = [f"{len(rows_without_record)} of {num_cells} cells have no usable record:"]
     for row in rows_without_record:
@@ -263,14 +263,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="accept that records are missing, and list these cells",
     )
-    add_expectation_options(parser)
+    add_expected_record_options(parser)
     args = parser.parse_args(argv)
     cells = read_expected_cells(args.expected)
     study_dir = args.records_root.parent
-    without = collect_records(cells, study_dir, args.out, args.epochs_out, read_expectations(args))
+    without = collect_records(
+        cells, study_dir, args.out, args.epochs_out, read_expected_record_options(args)
+    )
     if without:
         file = sys.stdout if args.partial else sys.stderr
-        print(describe_missing(without, len(cells)), file=file)
+        print(describe_cells_without_record(without, len(cells)), file=file)
     else:
         print(format_count(len(cells), "record"))
     return 1 if without and not args.partial else 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from stratbench.analysis.records import derived
-from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.derived import get_field_by_path
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.record import Record, RecordError, load_schema
@@ -45,19 +45,19 @@ class Column:
         """The meaning of the column's values, in a sentence."""
         if self.explicit_definition or not isinstance(self.source, str):
             return self.explicit_definition
-        return find_schema_description(self.source)
+        return find_field_description(self.source)
 
     @property
-    def is_whole(self) -> bool:
+    def has_integer_values(self) -> bool:
         """Whether all numbers in the column are integers, by the schema or by the source's type."""
         if self.source is None:
             return get_type_hints(Cell).get(self.name) is int
         if callable(self.source):
             return set(get_args(get_type_hints(self.source)["return"])) == {int, type(None)}
-        return "integer" in find_schema_types(self.source)
+        return "integer" in find_field_types(self.source)
 
     @property
-    def is_text(self) -> bool:
+    def has_text_values(self) -> bool:
         """Whether the column's values are always read as text, even if they look like numbers."""
         return self.value_kind in ("text", "json")
 
@@ -101,7 +101,7 @@ _ALL_COLUMNS: tuple[Column, ...] = (
            "the training time. Accuracy is the share of correctly classified samples. Loss is the mean "
            "cross-entropy of the next token."),
     Column("score_best", "number", "", "score.best"),
-    Column("score_error", "number", "", derived.get_score_error,
+    Column("score_error", "number", "", derived.get_score_standard_error,
            "Standard error of the score, from the finite number of test samples."),
     Column("perplexity", "number", "", derived.compute_perplexity,
            "The exponential of a score in nats per token: the number of equally likely tokens that would "
@@ -221,7 +221,7 @@ _ALL_COLUMNS: tuple[Column, ...] = (
     Column("revision", "text", "", derived.format_git_revision,
            "Commit of the code that trained the cell, with `+changes` if files differed from the commit."),
     Column("planned_repeats", "number", "", "provenance.planned_repeats"),
-    Column("other_cpu_cores", "number", "", derived.get_other_cpu_cores,
+    Column("other_cpu_cores", "number", "", derived.get_cores_used_by_others,
            "CPU cores that other processes used when the cell started, on the busiest node."),
     Column("node_cores", "number", "", derived.count_node_cores,
            "Number of logical CPU cores of the smallest node."),
@@ -277,7 +277,7 @@ EPOCH_BY_NAME = {name: BY_NAME[name] for name in COORDINATES} | {c.name: c for c
 EPOCH_COLUMNS = tuple(EPOCH_BY_NAME)
 
 
-def find_schema_description(path: str) -> str:
+def find_field_description(path: str) -> str:
     """Return the description that the record's schema has for the field at a dotted path.
 
     Raises:
@@ -289,7 +289,7 @@ def find_schema_description(path: str) -> str:
     return node["description"]
 
 
-def find_schema_types(path: str) -> list[str]:
+def find_field_types(path: str) -> list[str]:
     """Return the types that the record's schema declares for the field at a dotted path, if any."""
     node = load_schema()
     for key in path.split("."):
@@ -314,29 +314,29 @@ _OF_TIMELINE = [
 ]
 
 
-def build_record_row(record: Record, timeline: Path) -> Row:
+def build_row_from_record(record: Record, timeline: Path) -> Row:
     """Return the values of a row of cells.csv that a record and its timeline determine.
 
     Raises:
         RecordError: A column of numbers or flags would have a value that is not a finite number.
     """
-    row: Row = {name: get_by_path(record, path) for name, path in _FIELDS}
+    row: Row = {name: get_field_by_path(record, path) for name, path in _FIELDS}
     row |= {name: function(record) for name, function in _FUNCTIONS}
-    figures = derived.compute_timeline_figures(timeline, row["device_kind"])
+    figures = derived.compute_timeline_columns(timeline, row["device_kind"])
     row |= {name: figures.get(figure) for name, figure in _OF_TIMELINE}
     for name, value in row.items():
         if value is None:
             continue
         kind = BY_NAME[name].value_kind
         if kind == "text":
-            row[name] = join_lines(str(value))
+            row[name] = clean_and_shorten_text(str(value))
         elif kind != "json" and not (isinstance(value, int | float) and math.isfinite(value)):
             record_path, shown = timeline.parent / "record.json", repr(str(value)[:80])
             raise RecordError(f"{record_path}: {name} is {shown}, which is not a finite number")
     return row
 
 
-def join_lines(text: str) -> str:
+def clean_and_shorten_text(text: str) -> str:
     """Return a text in one line, without control characters, cut to MAXIMUM characters."""
     line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= MAXIMUM else line[: MAXIMUM - 1] + "…"
@@ -355,7 +355,7 @@ def read_table(path: Path, text_columns: Iterable[str] = (), **types: str) -> An
     import pandas as pd  # imported only here, since the import is slow and `collect` does without
 
     # With the dtype `object`, texts that look like numbers stay texts.
-    texts = (*(c.name for c in CELL_COLUMNS if c.is_text), *text_columns)
+    texts = (*(c.name for c in CELL_COLUMNS if c.has_text_values), *text_columns)
     dtype = dict.fromkeys(texts, object) | types
     table = pd.read_csv(path, dtype=dtype, keep_default_na=False, na_values=[""])
     # A copy stores all columns of one type together, which makes it faster to group its rows.

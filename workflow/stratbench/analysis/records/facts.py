@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.derived import get_field_by_path
 from stratbench.analysis.records.samples import SampleSeries, Timeline
 from stratbench.cell.record import Record
 from stratbench.strategies.mesh import Mesh
@@ -35,14 +35,14 @@ class Facts:
         self.lost = {str(entry) for server in self.servers for entry in server.get("lost") or ()}
 
     def __call__(self, path: str) -> Any:
-        return get_by_path(self.record, path)
+        return get_field_by_path(self.record, path)
 
     def multiply_fields(self, *paths: str) -> float | None:
         """Return the product of the fields at the paths, or None if one is absent."""
         values = [self(path) for path in paths]
         return None if None in values else math.prod(values)
 
-    def find_samples(
+    def find_sample_series(
         self, worker: dict[str, Any], kind: str, name: str | None
     ) -> SampleSeries | None:
         """Return the samples of a worker's host, or of a process or GPU on this host.
@@ -58,45 +58,45 @@ class Facts:
             return None
         return self.timeline.series.get((get_host_name(worker) or "", kind, name or ""))
 
-    def find_gpu_samples(self, worker: dict[str, Any]) -> SampleSeries | None:
+    def find_gpu_sample_series(self, worker: dict[str, Any]) -> SampleSeries | None:
         """Return the samples of a worker's GPU, or None without samples."""
-        return self.find_samples(worker, "gpu", get_gpu_id(worker))
+        return self.find_sample_series(worker, "gpu", get_gpu_id(worker))
 
-    def find_device_samples(self, worker: dict[str, Any]) -> tuple[str, SampleSeries | None]:
+    def find_device_sample_series(self, worker: dict[str, Any]) -> tuple[str, SampleSeries | None]:
         """Return the kind (`gpu` or `process`) and the samples of a worker's device."""
         if self("provenance.device") == "cuda":
-            return "gpu", self.find_gpu_samples(worker)
-        return "process", self.find_samples(worker, "process", f"rank{worker['rank']}")
+            return "gpu", self.find_gpu_sample_series(worker)
+        return "process", self.find_sample_series(worker, "process", f"rank{worker['rank']}")
 
     @property
     def workers_per_node(self) -> int:
         """Number of workers per node; the last node may have had fewer."""
         return self("provenance.workers_per_node") or self.gpus
 
-    def compute_node(self, rank: int) -> int:
+    def compute_node_of_rank(self, rank: int) -> int:
         """Return the number of the node on which a rank ran."""
         return rank // self.workers_per_node
 
     @property
-    def averages_all_workers(self) -> bool:
+    def averages_gradients_of_all_workers(self) -> bool:
         """Whether every update averages the gradients of all workers."""
         traits = self("strategy.traits")
         return bool(traits["waits_for_slowest"] and traits["updates_per_step"] == 1)
 
     @property
-    def passes_run(self) -> int:
+    def num_data_passes(self) -> int:
         """Number of passes over the training data that a cell made. The last may be incomplete."""
         counted = "time.epoch_times_s" if self("settings.steps") else "score.per_epoch"
         return len(self(counted) or ())
 
     @property
-    def steps_run(self) -> int:
+    def num_steps_trained(self) -> int:
         """Number of global batches on which the cell trained, from its passes over the data."""
-        whole = self.passes_run * (self("batch.steps_per_epoch") or 0)
+        whole = self.num_data_passes * (self("batch.steps_per_epoch") or 0)
         return min(whole, self("settings.steps") or whole)
 
     @property
-    def skipped_steps(self) -> int:
+    def num_skipped_steps(self) -> int:
         """Number of optimizer steps of all workers that were skipped because gradients overflowed."""
         if self.servers:
             return sum(link.get("skips") or 0 for link in self.servers[0].get("workers") or ())
@@ -105,16 +105,18 @@ class Facts:
     @property
     def parameter_bytes(self) -> float | None:
         """Size of all parameters of the model in bytes, from their number and dtype. None if unknown."""
-        return self.compute_bytes(self("model.parameters"))
+        return self.compute_parameter_bytes(self("model.parameters"))
 
-    def compute_bytes(self, count: int | None) -> float | None:
+    def compute_parameter_bytes(self, count: int | None) -> float | None:
         """Return the size in bytes of `count` parameters in their stored dtype."""
         widths = {"float64": 8, "bfloat16": 2}
         width = widths.get(self("strategy.details.weights_dtype"), 4)
         return None if count is None else count * width
 
 
-def sum_longest_pauses_s(facts: Facts, get_pause_s: Callable[[dict[str, Any]], float]) -> float:
+def compute_longest_pause_of_node_s(
+    facts: Facts, get_pause_s: Callable[[dict[str, Any]], float]
+) -> float:
     """Return the total length in s of the pauses of the node that paused longest."""
     by_node: dict[int, float] = defaultdict(float)
     for pause in facts("pauses") or ():
@@ -124,12 +126,12 @@ def sum_longest_pauses_s(facts: Facts, get_pause_s: Callable[[dict[str, Any]], f
 
 def get_host_name(worker: dict[str, Any]) -> str | None:
     """Return the name of a worker's host."""
-    return get_by_path(worker["provenance"], "host.name")
+    return get_field_by_path(worker["provenance"], "host.name")
 
 
 def get_gpu_id(worker: dict[str, Any]) -> str | None:
     """Return the id that a worker's GPU has in the timeline: NVML index, or UUID of a MIG instance."""
-    gpu = get_by_path(worker["provenance"], "gpu") or {}
+    gpu = get_field_by_path(worker["provenance"], "gpu") or {}
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
 

@@ -19,7 +19,7 @@ AUDIT_COLUMNS = (
 SEVERITIES = ("unusable", "warning", "note")
 
 
-def read_audit(path: Path | None) -> pd.DataFrame:
+def read_audit_findings(path: Path | None) -> pd.DataFrame:
     """Return the audit's findings from audit.csv. Empty if `path` is None."""
     if path is None:
         return pd.DataFrame(columns=list(AUDIT_COLUMNS))
@@ -27,6 +27,6 @@ def read_audit(path: Path | None) -> pd.DataFrame:
     return read_table(path, text_columns=text_columns, gpus="Int64", repeat="Int64")
 
 
-def format_tally(count: int, severity: str) -> str:
+def format_number_of_findings(count: int, severity: str) -> str:
     """Return the number of findings of one severity as text: `2 unusable`, `1 warning` or `3 notes`."""
     return f"{count} unusable" if severity == "unusable" else format_count(count, severity)

@@ -21,16 +21,16 @@ class Group(NamedTuple):
     model: str
     gpus: int
 
-    def with_gpus(self, gpus: int) -> Group:
+    def replace_gpus(self, gpus: int) -> Group:
         """Return the group that differs from this one only in the number of workers."""
         return self._replace(gpus=gpus)
 
-    def with_strategy(self, strategy: str) -> Group:
+    def replace_strategy(self, strategy: str) -> Group:
         """Return the group that differs from this one only in the strategy."""
         return self._replace(strategy=strategy)
 
     @property
-    def comparison_key(self) -> tuple[str, str]:
+    def experiment_and_model(self) -> tuple[str, str]:
         """Experiment and model of the group. Groups are only compared if both are equal."""
         return self.experiment, self.model
 
@@ -39,7 +39,7 @@ class Group(NamedTuple):
 GROUP = list(Group._fields)
 
 
-def group_rows(cells: pd.DataFrame) -> dict[Group, pd.DataFrame]:
+def map_rows_by_group(cells: pd.DataFrame) -> dict[Group, pd.DataFrame]:
     """Return the rows of each group of repeats, with groups in the order of their first row."""
     return {Group(*key): rows for key, rows in cells.groupby(GROUP, sort=False)}
 
@@ -77,10 +77,10 @@ class Repeats:
 
     def __init__(self, cells: pd.DataFrame, findings: Iterable[Row] = ()) -> None:
         #: All rows of each group.
-        self.all = group_rows(cells)
+        self.all = map_rows_by_group(cells)
         self._ok = cells[cells["status"] == "ok"]
         #: The rows with status `ok`, of each group that has any.
-        self.ok = group_rows(self._ok)
+        self.ok = map_rows_by_group(self._ok)
         self._places = self._ok.groupby(GROUP).indices
         self._columns: dict[str, np.ndarray] = {}
         #: By group, the kinds of values that the audit calls unusable: time, memory, score or all.
@@ -108,7 +108,7 @@ class Repeats:
         repeats = self.ok[group]["repeat"].tolist()
         return {r: value for r, value in zip(repeats, selected, strict=True) if value == value}
 
-    def read_common_values(
+    def read_values_of_common_repeats(
         self, groups: Sequence[Group], column: str, audit_kind: str = ""
     ) -> np.ndarray:
         """Return a column's values for the repeats that all groups share, shape [groups, repeats].
@@ -122,7 +122,9 @@ class Repeats:
         shared = [repeat for repeat in by_group[0] if all(repeat in values for values in by_group)]
         return np.array([[values[repeat] for repeat in shared] for values in by_group])
 
-    def compute_median(self, group: Group, column: str, audit_kind: str = "") -> float | None:
+    def compute_median_of_repeats(
+        self, group: Group, column: str, audit_kind: str = ""
+    ) -> float | None:
         """Return the median of a column over a group's repeats, or None without values.
 
         Args:
@@ -133,6 +135,6 @@ class Repeats:
         values = list(self.values(group, column, audit_kind).values())
         return float(np.median(values)) if values else None
 
-    def has_servers(self, groups: Iterable[Group]) -> bool:
+    def has_parameter_servers(self, groups: Iterable[Group]) -> bool:
         """Return whether any of the groups has parameter servers."""
         return any((self.all[group]["strategy_kind"] == "server").any() for group in groups)

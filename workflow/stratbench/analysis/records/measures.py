@@ -88,7 +88,7 @@ class Measure:
         """The title of the metric with its unit, for axes and captions."""
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
-    def with_score_names(self, score: Score) -> Measure:
+    def fill_in_score_names(self, score: Score) -> Measure:
         """Return the metric with the names and units of a task's score filled in."""
         if self.title_source == "score":
             return replace(
@@ -96,7 +96,7 @@ class Measure:
                 title=self.title.replace("score", score.name),
                 shown_unit=score.shown_unit,
                 better=score.better,
-                decimals=score.decimals,
+                decimals=score.shown_decimals,
                 shown_factor_override=score.display_factor,
             )
         if self.title_source == "counts":
@@ -104,17 +104,19 @@ class Measure:
             return replace(self, shown_unit=unit, shown_factor_override=score.counts_per_sample)
         return self
 
-    def with_unit_for(self, rows: pd.DataFrame) -> Measure:
+    def choose_unit_for_rows(self, rows: pd.DataFrame) -> Measure:
         """Return the metric in a unit that suits the rows of cells.csv, such as GiB.
 
         All measures of memory have the unit that suits the peak.
         """
         column = "peak_memory_bytes" if self.audit_kind == "memory" else self.column
         return (
-            self.with_unit("GiB") if self.unit == "MiB" and rows[column].max() >= GIB_FROM else self
+            self.replace_unit("GiB")
+            if self.unit == "MiB" and rows[column].max() >= GIB_FROM
+            else self
         )
 
-    def with_unit(self, unit: str) -> Measure:
+    def replace_unit(self, unit: str) -> Measure:
         """Return the metric in another unit of the metric's column."""
         return self if unit == self.unit else replace(self, shown_unit=unit, decimals=None)
 
@@ -180,16 +182,20 @@ MEASURES: dict[str, Measure] = {
 # fmt: on
 
 
-def list_measures(rows: pd.DataFrame) -> dict[str, Measure]:
+def map_measures_by_name(rows: pd.DataFrame) -> dict[str, Measure]:
     """Return the metrics by name, with titles and units for one experiment's rows of cells.csv."""
     score = read_score(rows)
-    return {name: m.with_score_names(score).with_unit_for(rows) for name, m in MEASURES.items()}
+    return {
+        name: m.fill_in_score_names(score).choose_unit_for_rows(rows)
+        for name, m in MEASURES.items()
+    }
 
 
-def list_measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
+def map_measures_by_experiment(cells: pd.DataFrame) -> dict[str, dict[str, Measure]]:
     """Return the metrics by experiment and by name, with titles and units for the experiment."""
     return {
-        str(name): list_measures(rows) for name, rows in cells.groupby("experiment", sort=False)
+        str(name): map_measures_by_name(rows)
+        for name, rows in cells.groupby("experiment", sort=False)
     }
 
 
@@ -204,12 +210,14 @@ def format_number(value: float, decimals: int | None) -> str:
     return f"{value:.{decimals}f}"
 
 
-def append_audit_dagger(text: str, flags: str) -> str:
+def append_dagger_if_flagged(text: str, flags: str) -> str:
     """Return a value's text, followed by a dagger if the audit has a finding on the value."""
     return f"{text} {DOUBT}" if flags else text
 
 
-def format_status(status: str, time_limit_s: float | None, reason: str | None = None) -> str:
+def format_status_as_value(
+    status: str, time_limit_s: float | None, reason: str | None = None
+) -> str:
     """Return the text that replaces the value of a cell that is not `ok`, such as `OOM`.
 
     Args:

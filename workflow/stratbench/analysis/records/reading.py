@@ -76,6 +76,6 @@ def render_section(template: Path, **values: Any) -> Markup:
     return Markup(pages.render_page(template.name, template.parent, values=values))
 
 
-def list_readings() -> dict[str, Reading]:
+def map_readings_by_extension() -> dict[str, Reading]:
     """Return what each installed extension adds to decisions and the report, by extension."""
     return dict(iter_imported_additions("report_additions"))

@@ -62,25 +62,25 @@ class Sample(NamedTuple):
 class SampleSeries:
     """A summary of the samples of one host, process or GPU."""
 
-    count: int
-    first_s: float
-    last_s: float
+    num_samples: int
+    first_sample_s: float
+    last_sample_s: float
     #: Summaries of all samples, by column.
-    overall_summaries: dict[str, ColumnSummary]
+    summaries_by_column: dict[str, ColumnSummary]
     #: Summaries of the samples during training, by column.
-    training_summaries: dict[str, ColumnSummary]
+    training_summaries_by_column: dict[str, ColumnSummary]
     #: Values of the first sample, by column.
-    first_values: dict[str, float]
+    first_values_by_column: dict[str, float]
     #: Values of the last sample, by column.
-    last_values: dict[str, float]
+    last_values_by_column: dict[str, float]
     #: The cell's phase in the first sample; empty before the first phase.
-    first_phase: str
+    phase_of_first_sample: str
     #: The number of samples in which heat or the power brake slowed a GPU.
     num_throttled_samples: int
     #: Clock in MHz in samples during training with a busy GPU; None without such samples.
     busy_clock_mhz: ColumnSummary | None
     #: Fraction of the samples during training with a busy GPU in which the GPU was at its power limit.
-    power_capped_share: float
+    share_of_samples_at_power_limit: float
 
     @classmethod
     def from_samples(cls, kind: str, samples: Sequence[Sample]) -> SampleSeries:
@@ -93,29 +93,29 @@ class SampleSeries:
             working = [sample for sample in trained if (sample.values[used] or 0) >= WORKING_PCT]
         clocks = [sample.values[index_of["sm_clock_mhz"]] for sample in working]
         return cls(
-            count=len(samples),
-            first_s=samples[0].t_s,
-            last_s=samples[-1].t_s,
-            overall_summaries=summarize_by_column(index_of, samples),
-            training_summaries=summarize_by_column(index_of, trained),
-            first_values=select_known_values(index_of, samples[0]),
-            last_values=select_known_values(index_of, samples[-1]),
-            first_phase=samples[0].phase,
+            num_samples=len(samples),
+            first_sample_s=samples[0].t_s,
+            last_sample_s=samples[-1].t_s,
+            summaries_by_column=summarize_samples_by_column(index_of, samples),
+            training_summaries_by_column=summarize_samples_by_column(index_of, trained),
+            first_values_by_column=map_known_values_by_column(index_of, samples[0]),
+            last_values_by_column=map_known_values_by_column(index_of, samples[-1]),
+            phase_of_first_sample=samples[0].phase,
             num_throttled_samples=sum(
                 any(name in sample.reasons for name in SLOWED) for sample in samples
             ),
             busy_clock_mhz=ColumnSummary.from_values(clocks),
-            power_capped_share=sum(CAPPED in sample.reasons for sample in working)
+            share_of_samples_at_power_limit=sum(CAPPED in sample.reasons for sample in working)
             / max(1, len(working)),
         )
 
 
-def select_known_values(index_by_column: dict[str, int], sample: Sample) -> dict[str, float]:
+def map_known_values_by_column(index_by_column: dict[str, int], sample: Sample) -> dict[str, float]:
     """Return the values of a sample that are not missing, by column."""
     return {name: v for name, i in index_by_column.items() if (v := sample.values[i]) is not None}
 
 
-def summarize_by_column(
+def summarize_samples_by_column(
     index_by_column: dict[str, int], samples: Sequence[Sample]
 ) -> dict[str, ColumnSummary]:
     """Return the summary of each column that has values in the samples."""
@@ -132,7 +132,7 @@ class Timeline:
 
     series: dict[tuple[str, str, str], SampleSeries]
 
-    def select_kind(self, kind: str) -> dict[tuple[str, str], SampleSeries]:
+    def select_series_of_kind(self, kind: str) -> dict[tuple[str, str], SampleSeries]:
         """Return the summaries of sources of one kind (host, process or gpu), by node and id."""
         return {(node, name): one for (node, its, name), one in self.series.items() if its == kind}
 
@@ -168,14 +168,14 @@ def parse_timeline(csv_lines: Iterable[str]) -> Timeline | None:
         if kind not in wanted:
             continue
         t_s, phase, reasons = (row[at] for at in moment)
-        values = [parse_finite(row[at]) for at in wanted[kind]]
+        values = [parse_finite_number(row[at]) for at in wanted[kind]]
         samples_of[node, kind, name].append(Sample(float(t_s), phase, reasons, values))
     return Timeline(
         {key: SampleSeries.from_samples(key[1], samples) for key, samples in samples_of.items()}
     )
 
 
-def parse_finite(field_text: str) -> float | None:
+def parse_finite_number(field_text: str) -> float | None:
     """Return a CSV field as a finite number, or None for an empty field.
 
     Raises:

@@ -27,29 +27,29 @@ class Score:
     min_loss: float | None = None
 
     @property
-    def is_fraction(self) -> bool:
+    def is_unit_fraction(self) -> bool:
         return self.unit == "share"
 
     @property
     def shown_unit(self) -> str:
-        return "%" if self.is_fraction else self.unit
+        return "%" if self.is_unit_fraction else self.unit
 
     @property
     def display_factor(self) -> float:
         """The factor from a score in the record to the shown score."""
-        return 100.0 if self.is_fraction else 1.0
+        return 100.0 if self.is_unit_fraction else 1.0
 
     @property
-    def sign(self) -> float:
+    def higher_is_better_sign(self) -> float:
         """1 if a higher score is better, else -1."""
         return 1.0 if self.better == "higher" else -1.0
 
     @property
-    def decimals(self) -> int:
-        return 2 if self.is_fraction else 3
+    def shown_decimals(self) -> int:
+        return 2 if self.is_unit_fraction else 3
 
     @property
-    def worse_word(self) -> str:
+    def word_for_worse(self) -> str:
         """The word for a score that is worse than another: `less` or `more`."""
         return "less" if self.better == "higher" else "more"
 
@@ -60,12 +60,12 @@ class Score:
 
     def format_score(self, shown_score: float) -> str:
         """Return a score, given in the shown unit, as text with the unit: `91.20 %`."""
-        return f"{shown_score:.{self.decimals}f} {self.shown_unit}".rstrip()
+        return f"{shown_score:.{self.shown_decimals}f} {self.shown_unit}".rstrip()
 
     def format_difference(self, shown_difference: float, decimals: int | None = None) -> str:
         """Return a difference of two scores, given in the shown unit, as text: `1.20 points`."""
-        digits = self.decimals if decimals is None else decimals
-        unit = "points" if self.is_fraction else self.unit
+        digits = self.shown_decimals if decimals is None else decimals
+        unit = "points" if self.is_unit_fraction else self.unit
         return f"{shown_difference:.{digits}f} {unit}".rstrip()
 
 

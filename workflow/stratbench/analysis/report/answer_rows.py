@@ -15,7 +15,7 @@ from stratbench.analysis.figures.marks import (
     assign_marks_by_strategy,
     build_svg_outline_path,
     create_mark,
-    format_css_variables,
+    format_family_css_variables,
 )
 
 #: Pixels on the scale of alternatives: its width, and the positions of ratio 1 and of the largest ratio.
@@ -45,12 +45,12 @@ class DrawnMark:
     width: float
 
 
-def compute_scale_x(ratio: float) -> float:
+def compute_ratio_position_px(ratio: float) -> float:
     """Return the horizontal position of a ratio on the logarithmic scale, in pixels."""
     return ONE + (END - ONE) * math.log(ratio) / math.log(FARTHEST)
 
 
-def build_mark(
+def build_drawn_mark(
     mark: Mark, x: float, y: float, radius: float, title: str, in_full_colour: bool
 ) -> DrawnMark:
     """Return a strategy's mark as an SVG path with colours, centred at (x, y).
@@ -64,8 +64,8 @@ def build_mark(
         in_full_colour: Whether the mark has its family's full colour instead of the quiet one.
     """
     quiet = "" if in_full_colour else "-q"
-    colour = f"var(--{mark.css_variable}{quiet})"
-    half = f"url(#half-{mark.css_variable}{quiet})"
+    colour = f"var(--{mark.colour_css_variable}{quiet})"
+    half = f"url(#half-{mark.colour_css_variable}{quiet})"
     inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
     return DrawnMark(
         build_svg_outline_path(mark.shape, x, y, radius),
@@ -76,12 +76,12 @@ def build_mark(
     )
 
 
-def build_icon(mark: Mark) -> DrawnMark:
+def build_mark_icon(mark: Mark) -> DrawnMark:
     """Return a strategy's mark as an icon, centred in 18 x 18 pixels."""
-    return build_mark(mark, 9, 9, 6, "", in_full_colour=True)
+    return build_drawn_mark(mark, 9, 9, 6, "", in_full_colour=True)
 
 
-def build_scale(
+def build_scale_values(
     short_answer: Mapping[str, Any], marks: Mapping[str, Mark], equivalence_margin: float
 ) -> dict[str, Any] | None:
     """Return what the template draws on the scale of an answer's alternatives. None without any.
@@ -101,10 +101,16 @@ def build_scale(
     beyond = len(others) - len(inside)
     # The nearest alternative is always drawn, if need be at the end of the scale.
     inside = inside if nearest in inside else [nearest, *inside]
-    taken: list[tuple[float, int]] = [(compute_scale_x(1.0), 0), (compute_scale_x(1.0) + CHOICE, 0)]
+    taken: list[tuple[float, int]] = [
+        (compute_ratio_position_px(1.0), 0),
+        (compute_ratio_position_px(1.0) + CHOICE, 0),
+    ]
     shown, lines = [], []
     for other in inside:
-        x, first = compute_scale_x(min(max(other["ratio"], 1 / 1.15), FARTHEST)), other is nearest
+        x, first = (
+            compute_ratio_position_px(min(max(other["ratio"], 1 / 1.15), FARTHEST)),
+            other is nearest,
+        )
         lane = next(
             (n for n in range(len(LANES)) if all(k != n or abs(p - x) >= APART for p, k in taken)),
             0,
@@ -113,7 +119,7 @@ def build_scale(
         y = MIDDLE + LANES[lane]
         name = format_alternative_ratio(other)
         shown.append(
-            build_mark(
+            build_drawn_mark(
                 marks[other["strategy"]],
                 x,
                 y,
@@ -126,17 +132,17 @@ def build_scale(
             low, high = (min(max(other[end], 1 / 1.2), FARTHEST * 1.06) for end in ("low", "high"))
             lines.append(
                 {
-                    "from": compute_scale_x(low),
-                    "to": compute_scale_x(high),
+                    "from": compute_ratio_position_px(low),
+                    "to": compute_ratio_position_px(high),
                     "y": y,
                     "colour": shown[-1].colour,
                     "width": 2 if first else 1,
                     "open": other["high"] > FARTHEST * 1.06,
                 }
             )
-    choice = build_mark(
+    choice = build_drawn_mark(
         marks[short_answer["strategy"]],
-        compute_scale_x(1.0),
+        compute_ratio_position_px(1.0),
         MIDDLE,
         CHOICE,
         "",
@@ -145,15 +151,15 @@ def build_scale(
     label = format_alternative_label(nearest)
     # The label is centred below its mark, or moved so far that it stays on the scale.
     half = min(LETTER * len(label) / 2, WIDTH / 2)
-    x = min(max(compute_scale_x(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
+    x = min(max(compute_ratio_position_px(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
     return {
         "marks": [*reversed(shown), choice],
         "lines": lines,
-        "ticks": [compute_scale_x(t) for t in TICKS],
+        "ticks": [compute_ratio_position_px(t) for t in TICKS],
         "band": {
-            "x": compute_scale_x(1 / (1 + equivalence_margin)),
-            "width": compute_scale_x(1 + equivalence_margin)
-            - compute_scale_x(1 / (1 + equivalence_margin)),
+            "x": compute_ratio_position_px(1 / (1 + equivalence_margin)),
+            "width": compute_ratio_position_px(1 + equivalence_margin)
+            - compute_ratio_position_px(1 / (1 + equivalence_margin)),
         },
         "beyond": beyond,
         "label": label,
@@ -176,7 +182,7 @@ def format_alternative_ratio(alternative: Mapping[str, Any]) -> str:
     return f"{alternative['strategy']} × {alternative['gpus']}: {alternative['ratio']:.2f}×"
 
 
-def iter_answer_rows(
+def iter_answer_row_values(
     answers: Sequence[Mapping[str, Any]],
     base_strategies: Mapping[str, str | None],
     equivalence_margin: float,
@@ -199,8 +205,8 @@ def iter_answer_rows(
         yield {
             **answer,
             "short": short,
-            "icon": build_icon(marks[name]) if name in marks else None,
-            "scale": build_scale(short, marks, equivalence_margin),
+            "icon": build_mark_icon(marks[name]) if name in marks else None,
+            "scale": build_scale_values(short, marks, equivalence_margin),
             "dots": DOTS[answer["confidence"]],
             "families": sorted({marks[n].family for n in list_drawn_strategies(short)}),
         }
@@ -212,12 +218,12 @@ def list_drawn_strategies(short_answer: Mapping[str, Any]) -> list[str]:
     return [*own, *(other["strategy"] for other in short_answer["others"])]
 
 
-def list_scale_ticks() -> list[dict[str, Any]]:
+def list_tick_positions_and_texts() -> list[dict[str, Any]]:
     """Return position and text of each tick on the scale of alternatives."""
-    return [{"x": compute_scale_x(t), "text": f"{t:g}×"} for t in TICKS]
+    return [{"x": compute_ratio_position_px(t), "text": f"{t:g}×"} for t in TICKS]
 
 
-def build_first_screen(
+def build_first_screen_values(
     base_strategies: Mapping[str, str | None], answers_json: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the values that the template shows on the first screen: answers and colours of marks.
@@ -227,25 +233,25 @@ def build_first_screen(
         answers_json: Content of answers.json.
     """
     margin = answers_json["equivalence_margin"]
-    rows = list(iter_answer_rows(answers_json["answers"], base_strategies, margin))
+    rows = list(iter_answer_row_values(answers_json["answers"], base_strategies, margin))
     shown = {family for row in rows for family in row["families"]}
     of = "Cost" if answers_json["by_cost"] else "Time"
     return {
         "decided": answers_json,
         "answers": rows,
         "any_open": any(row["short"]["score_open"] for row in rows),
-        "ticks": list_scale_ticks(),
+        "ticks": list_tick_positions_and_texts(),
         "value_name": "Cost" if answers_json["by_cost"] else "Training time",
         "others_name": f"{of} of the others, as a multiple",
         "families": [
             {
                 "name": name,
-                "variable": create_mark(name, 0).css_variable,
+                "variable": create_mark(name, 0).colour_css_variable,
                 "path": build_svg_outline_path(hue.shape, 7, 7, 4.5),
                 "shown": name in shown,
             }
             for name, hue in FAMILIES.items()
         ],
-        "light_marks": Markup(format_css_variables(for_dark_pages=False)),
-        "dark_marks": Markup(format_css_variables(for_dark_pages=True)),
+        "light_marks": Markup(format_family_css_variables(for_dark_pages=False)),
+        "dark_marks": Markup(format_family_css_variables(for_dark_pages=True)),
     }

@@ -14,27 +14,32 @@ from urllib.parse import quote
 import pandas as pd
 
 from stratbench.analysis.records.columns import CELL_COLUMNS, Row, read_cells
-from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.findings import read_audit_findings
 from stratbench.analysis.records.groups import map_base_strategies
-from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, list_measures
-from stratbench.analysis.records.reading import Reading, ReportInput, Section, list_readings
+from stratbench.analysis.records.measures import MEASURES, NO_CELL, Measure, map_measures_by_name
+from stratbench.analysis.records.reading import (
+    Reading,
+    ReportInput,
+    Section,
+    map_readings_by_extension,
+)
 from stratbench.analysis.records.score import read_score
-from stratbench.analysis.report.answer_rows import build_first_screen
+from stratbench.analysis.report.answer_rows import build_first_screen_values
 from stratbench.analysis.report.sections import (
     iter_strategy_rows,
-    list_machine_rows,
+    list_machine_and_software_rows,
 )
 from stratbench.analysis.report.shown import iter_shown_figures
 from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (
-    build_wide_rows,
-    describe_brackets,
+    build_lines_by_worker_count,
+    describe_bracketed_intervals,
     describe_table_daggers,
     describe_worker_devices,
     group_rules_by_severity,
-    has_table,
+    has_any_value_for_table,
 )
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import MIB, choose_noun_for_workers, format_count, pluralize
 
@@ -66,7 +71,7 @@ def format_distinct_values(rows: pd.DataFrame, column: str) -> str:
     return ", ".join(texts) or "not recorded"
 
 
-def list_runs_by_experiment(cells: pd.DataFrame) -> list[dict[str, str]]:
+def list_experiment_rows(cells: pd.DataFrame) -> list[dict[str, str]]:
     """Return a row per experiment for the table of runs: what was trained, how, and where."""
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
@@ -86,7 +91,7 @@ def format_training_length(rows: pd.DataFrame) -> str:
     return format_distinct_values(rows, "epochs")
 
 
-def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
+def iter_core_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
     """Yield the notices of the core, which precede all numbers of the report."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
@@ -110,7 +115,7 @@ def iter_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
             yield f"The records come from different {devices_or_versions}: {names}. Compare with care."
 
 
-def list_notices(
+def list_report_notices(
     cells: pd.DataFrame, findings: Sequence[Row], readings: Iterable[Reading], partial: bool
 ) -> list[str]:
     """Return all notices of the report, from the core and from extensions.
@@ -121,7 +126,7 @@ def list_notices(
         readings: Additions of extensions.
         partial: Whether the report is an interim one.
     """
-    notices = list(iter_notices(cells, partial))
+    notices = list(iter_core_notices(cells, partial))
     for reading in readings:
         if reading.list_notices is not None:
             notices += reading.list_notices(cells, findings)
@@ -154,7 +159,7 @@ def describe_devices(cells: pd.DataFrame) -> str:
     return f"{text} {num_finished} of {num_cells} cells finished{other_outcomes}."
 
 
-def describe_matrix(rows: pd.DataFrame) -> str:
+def describe_experiment_size(rows: pd.DataFrame) -> str:
     """Return a line on the size of an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
     noun = pluralize(choose_noun_for_workers(rows["device_kind"]))
     steps = rows["steps"].notna().any()
@@ -174,7 +179,7 @@ def describe_matrix(rows: pd.DataFrame) -> str:
     )
 
 
-def describe_experiment(rows: pd.DataFrame) -> str:
+def describe_experiment_conditions(rows: pd.DataFrame) -> str:
     """Return a note on an experiment: its workers, their slowdowns, and training without evaluation."""
     slowdowns = "; ".join(sorted(set(rows["slowdown"].dropna())))
     note = f" Workers were slowed down on purpose: {slowdowns}." if slowdowns else ""
@@ -184,7 +189,7 @@ def describe_experiment(rows: pd.DataFrame) -> str:
     return describe_worker_devices(rows) + note
 
 
-def find_clear_best(
+def find_clearly_best_row(
     summary_rows: list[Row], measure: Measure, equivalence_margin: float
 ) -> Row | None:
     """Return the row whose value is clearly the best one, or None if no value is.
@@ -202,7 +207,7 @@ def find_clear_best(
         return None
     best, *others = sorted(valued, key=lambda r: r["value"], reverse=measure.better == "higher")
 
-    def ties(row: Row) -> bool:
+    def is_tied_with_best(row: Row) -> bool:
         if abs(row["value"] - best["value"]) <= equivalence_margin * abs(best["value"]):
             return True
         # Without an interval, `low` and `high` are NaN, so both comparisons are False.
@@ -210,10 +215,10 @@ def find_clear_best(
 
     unusable = "unusable" in group_rules_by_severity([best["flags"]])
     partial = best["ok"] < best["cells"]
-    return None if unusable or partial or any(map(ties, others)) else best
+    return None if unusable or partial or any(map(is_tied_with_best, others)) else best
 
 
-def build_table_cell(summary_row: Row | None, best_row: Row | None) -> dict[str, Any]:
+def build_table_cell_values(summary_row: Row | None, best_row: Row | None) -> dict[str, Any]:
     """Return the values that the template shows in a table cell.
 
     Args:
@@ -240,9 +245,9 @@ def build_table_values(
         measure: The metric.
         equivalence_margin: Fraction within which values are equal.
     """
-    counts, lines = build_wide_rows(cell_rows, summary, measure)
+    counts, lines = build_lines_by_worker_count(cell_rows, summary, measure)
     best = {
-        (model, count): find_clear_best(
+        (model, count): find_clearly_best_row(
             [
                 by_count[count]
                 for other, _, by_count in lines
@@ -258,7 +263,7 @@ def build_table_values(
         {
             "model": model,
             "strategy": strategy,
-            "cells": [build_table_cell(by_count.get(n), best[model, n]) for n in counts],
+            "cells": [build_table_cell_values(by_count.get(n), best[model, n]) for n in counts],
         }
         for model, strategy, by_count in lines
     ]
@@ -266,7 +271,7 @@ def build_table_values(
     return {
         "id": measure.name,
         "title": measure.heading,
-        "caption": describe_brackets(cell_rows, measure) + describe_table_daggers(lines),
+        "caption": describe_bracketed_intervals(cell_rows, measure) + describe_table_daggers(lines),
         "columns": [format_count(n, noun) for n in counts],
         "body": body,
     }
@@ -283,7 +288,7 @@ def iter_cell_table_rows(
         page_dir: Folder of the page.
     """
 
-    def link(path: object) -> str | None:
+    def build_link_if_file_exists(path: object) -> str | None:
         if not isinstance(path, str) or not (study_dir / path).exists():
             return None
         return quote(Path(os.path.relpath(study_dir / path, page_dir)).as_posix())
@@ -303,12 +308,12 @@ def iter_cell_table_rows(
             if pd.isna(row.score_final)
             else score.format_score(score.display_factor * row.score_final),
             "reason": row.reason if isinstance(row.reason, str) else "",
-            "record": link(row.record_path),
-            "log": link(row.log_path),
+            "record": build_link_if_file_exists(row.record_path),
+            "log": build_link_if_file_exists(row.log_path),
         }
 
 
-def iter_experiment_sections(
+def iter_experiment_values(
     inputs: ReportInput,
 ) -> Iterator[dict]:
     """Yield the values that the template shows for each experiment: models, figures and tables."""
@@ -333,13 +338,13 @@ def iter_experiment_sections(
         yield {
             "name": str(name),
             "dataset": format_distinct_values(rows, "dataset"),
-            "matrix": describe_matrix(rows),
-            "about": describe_experiment(rows),
+            "matrix": describe_experiment_size(rows),
+            "about": describe_experiment_conditions(rows),
             "models": models,
             "tables": [
                 build_table_values(rows, summary, measure, margin)
-                for measure in list_measures(rows).values()
-                if has_table(rows, summary, measure)
+                for measure in map_measures_by_name(rows).values()
+                if has_any_value_for_table(rows, summary, measure)
             ],
         }
 
@@ -360,14 +365,14 @@ def build_page_values(
         "study": str(cells["study"].iloc[0]),
         "notices": notices,
         "measured": describe_devices(cells),
-        **build_first_screen(map_base_strategies(cells), decided),
+        **build_first_screen_values(map_base_strategies(cells), decided),
         "strategies": list(iter_strategy_rows(cells)),
-        "experiments": list(iter_experiment_sections(inputs)),
+        "experiments": list(iter_experiment_values(inputs)),
         "sections": list(sections),
         "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
-        "runs": list_runs_by_experiment(cells),
-        "machines": list_machine_rows(cells),
+        "runs": list_experiment_rows(cells),
+        "machines": list_machine_and_software_rows(cells),
         "cells": list(iter_cell_table_rows(cells, inputs.study_dir, folder)),
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
@@ -379,7 +384,7 @@ def render_report(template_values: dict[str, Any]) -> str:
     return pages.render_page("report.html.j2", TEMPLATES, values=template_values)
 
 
-def read_input(
+def read_report_input(
     folder: Path, study_dir: Path, audit: Path | None, evidence: Iterable[str] = ()
 ) -> ReportInput:
     """Read the tables and files that a report shows.
@@ -394,7 +399,7 @@ def read_input(
         folder=folder,
         study_dir=study_dir,
         cells=read_cells(folder / "cells.csv"),
-        findings=read_audit(audit),
+        findings=read_audit_findings(audit),
         answers_json=json.loads((folder / "answers.json").read_text(encoding="utf-8")),
         evidence=dict(pair.split("=", 1) for pair in evidence),
     )
@@ -411,20 +416,22 @@ def write_pages(
         partial: Whether the report is an interim one.
         description: Description of the study.
     """
-    notices = list_notices(inputs.cells, inputs.findings.to_dict("records"), readings, partial)
+    notices = list_report_notices(
+        inputs.cells, inputs.findings.to_dict("records"), readings, partial
+    )
     sections = (s for r in readings if r.list_sections is not None for s in r.list_sections(inputs))
     values = build_page_values(inputs, notices, sections) | {"description": description}
     values["pages"] = [
         (r.page_file_name, r.page_link_title) for r in readings if r.render_page is not None
     ]
     report = inputs.folder / "report.html"
-    write_atomic(report, render_report(values))
+    write_text_atomically(report, render_report(values))
     yield report
     above = [f"Measured on {values['measured']}", *notices]
     for reading in readings:
         if reading.render_page is not None:
             page = inputs.folder / reading.page_file_name
-            write_atomic(page, reading.render_page(inputs, above))
+            write_text_atomically(page, reading.render_page(inputs, above))
             yield page
 
 
@@ -458,8 +465,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--partial", action="store_true", help="add a notice that cells may be missing"
     )
     args = parser.parse_args(argv)
-    inputs = read_input(args.folder, args.study_dir, args.audit, args.evidence)
-    for page in write_pages(inputs, list(list_readings().values()), args.partial, args.description):
+    inputs = read_report_input(args.folder, args.study_dir, args.audit, args.evidence)
+    for page in write_pages(
+        inputs, list(map_readings_by_extension().values()), args.partial, args.description
+    ):
         print(f"{page} ({page.stat().st_size / MIB:.1f} MiB)")
     return 0
 

@@ -25,7 +25,7 @@ def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
         yield {"name": name, "summary": kind + known.summary, "rule": known.rule}
 
 
-def list_machine_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
+def list_machine_and_software_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """Return a row per combination of machine and software versions, with most cells first."""
     columns = {
         "host": "host",

@@ -18,12 +18,12 @@ from stratbench.analysis.records.measures import (
     ALONE,
     Measure,
     format_number,
-    format_status,
-    list_measures_by_experiment,
+    format_status_as_value,
+    map_measures_by_experiment,
 )
 from stratbench.statistics.intervals import (
     IntervalEstimate,
-    compute_mean_ratio,
+    compute_geometric_mean_ratio,
     compute_median_and_spread,
     compute_paired_ratios,
 )
@@ -34,10 +34,10 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 
 
-def describe_outcome(cells: pd.DataFrame) -> str:
+def describe_outcomes_of_cells(cells: pd.DataFrame) -> str:
     """Return the outcomes of the cells that are not `ok`: `2 × OOM, >3000 s`. Empty if all are `ok`."""
     labels = (
-        format_status(status, limit if limit == limit else None, reason)
+        format_status_as_value(status, limit if limit == limit else None, reason)
         for status, limit, reason in zip(
             cells["status"], cells["time_limit_s"], cells["reason"], strict=True
         )
@@ -47,13 +47,13 @@ def describe_outcome(cells: pd.DataFrame) -> str:
     return ", ".join(f"{n} × {name}" if n > 1 else name for name, n in counts.items())
 
 
-def format_outcome_kinds(outcome_text: str) -> str:
+def remove_outcome_counts(outcome_text: str) -> str:
     """Return the text of outcomes without their counts: `OOM` for `3 × OOM`."""
     kinds = [part.split(" × ")[-1] for part in outcome_text.split(", ")]
     return ", ".join(dict.fromkeys(kinds))
 
 
-def build_absolute_row(all_repeats: Repeats, group: Group, measure: Measure) -> Row:
+def build_median_row(all_repeats: Repeats, group: Group, measure: Measure) -> Row:
     """Return a group's summary row: the metric's median and spread, or why there is none.
 
     Args:
@@ -65,15 +65,15 @@ def build_absolute_row(all_repeats: Repeats, group: Group, measure: Measure) -> 
     if not values:
         return {
             "text": describe_outcomes_without_value(all_repeats, group)
-            or f"n/a ({describe_unknown(all_repeats, group, measure)})"
+            or f"n/a ({describe_missing_value(all_repeats, group, measure)})"
         }
     scale = measure.display_factor / (group.gpus if measure.is_per_worker else 1)
     median, low, high, spread = compute_median_and_spread([value * scale for value in values])
-    row = {"value": median} | count_missing_repeats(all_repeats, group, measure, len(values))
+    row = {"value": median} | describe_missing_repeats(all_repeats, group, measure, len(values))
     return row | ({"low": low, "high": high, "spread": spread} if len(values) > 1 else {})
 
 
-def describe_unknown(all_repeats: Repeats, group: Group, measure: Measure) -> str:
+def describe_missing_value(all_repeats: Repeats, group: Group, measure: Measure) -> str:
     """Return in a few words why cells that are `ok` have no value of a metric.
 
     Args:
@@ -90,7 +90,7 @@ def describe_unknown(all_repeats: Repeats, group: Group, measure: Measure) -> st
     return "not recorded"
 
 
-def count_missing_repeats(
+def describe_missing_repeats(
     all_repeats: Repeats, group: Group, measure: Measure, num_known: int, reason: str = ""
 ) -> Row:
     """Return the fields `ok` and `outcome` of a summary row if some repeats lack a value.
@@ -107,9 +107,9 @@ def count_missing_repeats(
     ok = len(all_repeats.ok[group])
     if num_known == ok:
         return {}
-    reason = reason or describe_unknown(all_repeats, group, measure)
+    reason = reason or describe_missing_value(all_repeats, group, measure)
     others = [
-        describe_outcome(all_repeats.all[group]),
+        describe_outcomes_of_cells(all_repeats.all[group]),
         f"{ok - num_known} × {reason}" if ok - num_known > 1 else reason,
     ]
     return {"ok": num_known, "outcome": ", ".join(filter(None, others))}
@@ -117,10 +117,10 @@ def count_missing_repeats(
 
 def describe_outcomes_without_value(all_repeats: Repeats, group: Group) -> str:
     """Return how those cells of a group ended that are not `ok`. Empty if all cells are `ok`."""
-    return format_outcome_kinds(describe_outcome(all_repeats.all[group]))
+    return remove_outcome_counts(describe_outcomes_of_cells(all_repeats.all[group]))
 
 
-def find_baseline(all_repeats: Repeats, group: Group, measure: Measure) -> Group | str:
+def find_baseline_or_reason(all_repeats: Repeats, group: Group, measure: Measure) -> Group | str:
     """Return the group by whose value a ratio is divided, or a text on why there is none.
 
     Args:
@@ -133,7 +133,7 @@ def find_baseline(all_repeats: Repeats, group: Group, measure: Measure) -> Group
             against, where, count = group.strategy, "1 worker", 1
         case str() as against:
             where, count = against, 1 if against == ALONE else group.gpus
-    baseline = group.with_strategy(against).with_gpus(count)
+    baseline = group.replace_strategy(against).replace_gpus(count)
     if baseline not in all_repeats.all:
         return f"n/a (no {where})"
     if not all_repeats.values(baseline, measure.column):
@@ -153,23 +153,25 @@ def build_ratio_row(all_repeats: Repeats, group: Group, measure: Measure) -> Row
     """
     if not all_repeats.values(group, measure.column):
         return {"text": describe_outcomes_without_value(all_repeats, group) or "n/a (not recorded)"}
-    baseline = find_baseline(all_repeats, group, measure)
+    baseline = find_baseline_or_reason(all_repeats, group, measure)
     if isinstance(baseline, str):
         return {"text": baseline}
-    pair = all_repeats.read_common_values((group, baseline), measure.column)
+    pair = all_repeats.read_values_of_common_repeats((group, baseline), measure.column)
     if not pair.size:
         return {"text": "n/a (no repeat in common with the baseline)"}
     if measure.is_per_worker:
         pair[0] /= group.gpus
     if measure.is_inverted:
         pair = pair[::-1]
-    paired = count_missing_repeats(all_repeats, group, measure, pair.shape[1], "without a baseline")
+    paired = describe_missing_repeats(
+        all_repeats, group, measure, pair.shape[1], "without a baseline"
+    )
     if baseline == group:  # a group's ratio to itself is exactly 1 and needs no interval
-        return {"value": compute_mean_ratio(*pair)} | paired
-    return {"pair": pair, "served": all_repeats.has_servers((group, baseline))} | paired
+        return {"value": compute_geometric_mean_ratio(*pair)} | paired
+    return {"pair": pair, "served": all_repeats.has_parameter_servers((group, baseline))} | paired
 
 
-def fill_ratios(rows: list[Row]) -> None:
+def replace_pairs_by_ratios(rows: list[Row]) -> None:
     """Replace the `pair` of values in each row by its ratio with a 95 % interval."""
     # All pairs of a metric are passed together, since their variances are pooled.
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
@@ -185,18 +187,18 @@ def fill_ratios(rows: list[Row]) -> None:
                 row |= {"low": ratio.low, "high": ratio.high, "spread": "interval"}
 
 
-def format_cell(row: Row, measure: Measure) -> str:
+def format_table_cell(row: Row, measure: Measure) -> str:
     """Return the text of a table cell: value, spread, and outcomes of cells that are not `ok`."""
     if "text" in row:
         return row["text"]
     estimate = IntervalEstimate(row["value"], row.get("low"), row.get("high"))
-    text = estimate.format_text(lambda value: format_number(value, measure.decimals))
+    text = estimate.format_value_and_interval(lambda value: format_number(value, measure.decimals))
     if row["ok"] < row["cells"]:
         text += f" ({row['ok']} of {row['cells']}; {row['outcome']})"
     return text
 
 
-def group_findings(
+def group_severities_by_rule(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
     """Return severities by audit rule, for each kind of value (time, memory, score) and group."""
@@ -216,23 +218,25 @@ def build_summary_table(cells: pd.DataFrame, findings: pd.DataFrame | None = Non
     The column `flags` has severity and name of each audit rule that doubts the value, except notes.
     """
     groups = Repeats(cells)
-    measures = list_measures_by_experiment(cells)
+    measures = map_measures_by_experiment(cells)
     rows: list[Row] = []
     for group, repeats in groups.all.items():
         common = group._asdict() | {
             "cells": len(repeats),
             "ok": int((repeats["status"] == "ok").sum()),
-            "outcome": describe_outcome(repeats),
+            "outcome": describe_outcomes_of_cells(repeats),
         }
         for measure in measures[group.experiment].values():
-            row_of = build_ratio_row if measure.baseline else build_absolute_row
+            row_of = build_ratio_row if measure.baseline else build_median_row
             made = row_of(groups, group, measure)
             rows.append(common | {"measure": measure.name, "unit": measure.unit} | made)
-    fill_ratios(rows)
-    doubts = group_findings([] if findings is None else findings.to_dict("records"), groups.all)
+    replace_pairs_by_ratios(rows)
+    doubts = group_severities_by_rule(
+        [] if findings is None else findings.to_dict("records"), groups.all
+    )
     for row in rows:
         measure = measures[row["experiment"]][row["measure"]]
-        row["text"] = format_cell(row, measure)
+        row["text"] = format_table_cell(row, measure)
         flagged = doubts.get((measure.audit_kind, *(row[name] for name in GROUP)), {})
         flags = [f"{severity}: {rule}" for rule, severity in flagged.items()]
         # If there is no value, a finding of the audit cannot concern it.

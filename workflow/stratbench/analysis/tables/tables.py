@@ -14,18 +14,18 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import SEVERITIES, read_audit
+from stratbench.analysis.records.findings import SEVERITIES, read_audit_findings
 from stratbench.analysis.records.groups import GROUP, Group
 from stratbench.analysis.records.measures import (
     DOUBT,
     NO_CELL,
     Measure,
-    append_audit_dagger,
-    list_measures,
+    append_dagger_if_flagged,
+    map_measures_by_name,
 )
 from stratbench.analysis.records.score import read_score
 from stratbench.analysis.tables.summary import build_summary_table
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import choose_noun_for_workers, format_count
 from stratbench.statistics.intervals import QUARTILES_FROM
 
@@ -82,7 +82,7 @@ def describe_worker_devices(cells: pd.DataFrame) -> str:
     return mixed + sentence if mixed else sentence[0].upper() + sentence[1:]
 
 
-def describe_brackets(cells: pd.DataFrame, measure: Measure) -> str:
+def describe_bracketed_intervals(cells: pd.DataFrame, measure: Measure) -> str:
     """Return a sentence on what a table's brackets contain, or on why there are none."""
     num_repeats = cells.groupby(["strategy", "model", "gpus"]).size().max()
     if num_repeats < 2:
@@ -106,7 +106,7 @@ def format_table_heading(cells: pd.DataFrame, measure: Measure) -> str:
     return f"{measure.heading}, experiment {experiment} on {dataset}."
 
 
-def describe_numbers(cells: pd.DataFrame, measure: Measure, workers_sentence: str) -> str:
+def describe_table_numbers(cells: pd.DataFrame, measure: Measure, workers_sentence: str) -> str:
     """Return sentences on the numbers of a table: definition, intervals and workers.
 
     Args:
@@ -116,7 +116,7 @@ def describe_numbers(cells: pd.DataFrame, measure: Measure, workers_sentence: st
     """
     parts = (
         measure.definition,
-        describe_brackets(cells, measure),
+        describe_bracketed_intervals(cells, measure),
         describe_lowest_score(cells, measure),
         workers_sentence,
     )
@@ -134,7 +134,7 @@ def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
     return f"The lowest possible {score.name} on this data set is {lowest_score}."
 
 
-def build_wide_rows(
+def build_lines_by_worker_count(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
 ) -> tuple[list[int], list[TableLine]]:
     """Return the numbers of workers of an experiment, and the lines of a metric's table.
@@ -184,7 +184,7 @@ def group_rules_by_severity(flags: Iterable[str]) -> dict[str, list[str]]:
     return {name: by_severity[name] for name in SEVERITIES if name in by_severity}
 
 
-def build_wide_table(
+def build_summary_text_table(
     cells: pd.DataFrame,
     counts: Sequence[int],
     lines: Iterable[TableLine],
@@ -200,14 +200,14 @@ def build_wide_table(
         (
             model,
             strategy,
-            {n: append_audit_dagger(row["text"], row["flags"]) for n, row in by_count.items()},
+            {n: append_dagger_if_flagged(row["text"], row["flags"]) for n, row in by_count.items()},
         )
         for model, strategy, by_count in lines
     )
-    return build_table_by_count(counts, texts, choose_noun_for_workers(cells["device_kind"]))
+    return build_text_table(counts, texts, choose_noun_for_workers(cells["device_kind"]))
 
 
-def build_table_by_count(
+def build_text_table(
     counts: Sequence[int], lines: Iterable[TableLine], worker_noun: str
 ) -> pd.DataFrame:
     """Return lines of texts as a table: model, strategy, and a column per number of workers.
@@ -223,7 +223,7 @@ def build_table_by_count(
     )
 
 
-def format_markdown(table: pd.DataFrame, title: str) -> str:
+def format_markdown_table(table: pd.DataFrame, title: str) -> str:
     """Return a table as Markdown, with its title above."""
     header = list(table.columns)
     lines = [f"**{title}**", "", "| " + " | ".join(header) + " |"]
@@ -238,7 +238,7 @@ def escape_latex(text: str) -> str:
     return "".join(_LATEX.get(character, character) for character in text)
 
 
-def format_latex(table: pd.DataFrame, title: str) -> str:
+def format_latex_table(table: pd.DataFrame, title: str) -> str:
     """Return a table as a LaTeX float, which needs the package booktabs."""
     columns = "ll" + "r" * (len(table.columns) - 2)
     lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape_latex(title)}}}"]
@@ -251,7 +251,7 @@ def format_latex(table: pd.DataFrame, title: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def has_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
+def has_any_value_for_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
     """Return whether an experiment has any value of a metric, and so a table of it.
 
     The training time always has a table, because it also shows the outcomes of cells.
@@ -274,9 +274,9 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
         title: Title of the table.
         stem: Path without an ending.
     """
-    write_atomic(stem.with_suffix(".csv"), table.to_csv(index=False))
-    write_atomic(stem.with_suffix(".md"), format_markdown(table, title))
-    write_atomic(stem.with_suffix(".tex"), format_latex(table, title))
+    write_text_atomically(stem.with_suffix(".csv"), table.to_csv(index=False))
+    write_text_atomically(stem.with_suffix(".md"), format_markdown_table(table, title))
+    write_text_atomically(stem.with_suffix(".tex"), format_latex_table(table, title))
 
 
 def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
@@ -293,16 +293,14 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
     for experiment, rows in cells.groupby("experiment", sort=False):
         folder = out_dir / str(experiment)
         workers, here = describe_worker_devices(rows), summary[summary["experiment"] == experiment]
-        for measure in list_measures(rows).values():
-            if not has_table(rows, here, measure):
+        for measure in map_measures_by_name(rows).values():
+            if not has_any_value_for_table(rows, here, measure):
                 for kind in ("csv", "md", "tex"):
                     (folder / f"{measure.name}.{kind}").unlink(missing_ok=True)
                 continue
-            counts, lines = build_wide_rows(rows, here, measure)
-            table = build_wide_table(rows, counts, lines)
-            title = (
-                f"{format_table_heading(rows, measure)} {describe_numbers(rows, measure, workers)}"
-            )
+            counts, lines = build_lines_by_worker_count(rows, here, measure)
+            table = build_summary_text_table(rows, counts, lines)
+            title = f"{format_table_heading(rows, measure)} {describe_table_numbers(rows, measure, workers)}"
             title += describe_table_daggers(lines)
             write_table(table, title, folder / measure.name)
             written += 1
@@ -323,8 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out-dir", type=Path, required=True, help="the folder to write tables to")
     args = parser.parse_args(argv)
     cells = read_cells(args.cells)
-    summary = build_summary_table(cells, read_audit(args.audit))
-    write_atomic(args.summary_out, summary.to_csv(index=False))
+    summary = build_summary_table(cells, read_audit_findings(args.audit))
+    write_text_atomically(args.summary_out, summary.to_csv(index=False))
     print(f"{write_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
     return 0
 

@@ -16,12 +16,16 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import AUDIT_COLUMNS, SEVERITIES, format_tally
+from stratbench.analysis.records.findings import (
+    AUDIT_COLUMNS,
+    SEVERITIES,
+    format_number_of_findings,
+)
 from stratbench.analysis.records.samples import Timeline, read_timeline
 from stratbench.cell import record
 from stratbench.cell.coordinates import INCOMPARABLE, STATUSES
 from stratbench.cell.extensions import load_extensions
-from stratbench.cell.files import write_rows
+from stratbench.cell.files import write_csv_rows
 from stratbench.cell.record import Record
 from stratbench.extensions.audit import itself, memory, scores, speed, timelines, traffic, workers
 from stratbench.extensions.audit.across_cells import comparability, confounding, machines, mixed
@@ -37,7 +41,7 @@ KINDS = (
 )  # fmt: skip
 
 
-def list_rules(module: ModuleType) -> list[Rule]:
+def list_rules_of_module(module: ModuleType) -> list[Rule]:
     """Return the rules of a module, in the order of their definitions."""
     rules: list[Rule] = []
     for value in vars(module).values():
@@ -54,7 +58,7 @@ def iter_rule_modules() -> Iterator[ModuleType]:
 
 
 RULES: tuple[Rule, ...] = tuple(
-    found for module in iter_rule_modules() for found in list_rules(module)
+    found for module in iter_rule_modules() for found in list_rules_of_module(module)
 )
 
 
@@ -153,11 +157,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         timelines=read_timelines(cells, study_dir),
         study_dir=study_dir,
     )
-    write_rows(args.out, AUDIT_COLUMNS, findings)
+    write_csv_rows(args.out, AUDIT_COLUMNS, findings)
     for severity in SEVERITIES:
         of_severity = [finding for finding in findings if finding["severity"] == severity]
         rules = ", ".join(sorted({finding["rule"] for finding in of_severity}))
         print(
-            f"audit: {format_tally(len(of_severity), severity)}" + (f": {rules}" if rules else "")
+            f"audit: {format_number_of_findings(len(of_severity), severity)}"
+            + (f": {rules}" if rules else "")
         )
     return 0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 
-from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.derived import get_field_by_path
 from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_inequality_messages
-from stratbench.extensions.audit.rule import is_elastic, record_rule
+from stratbench.extensions.audit.rule import is_elastic_cell, record_rule
 
 #: Paths of the record fields that a cell with the status `ok` must have.
 REQUIRED_FIELDS = ("time.train_time_s", "batch.samples_seen", "memory.peak_bytes", "score.final")
@@ -24,17 +24,17 @@ def find_contradictory_values(facts: Facts) -> Iterator[str]:
     """Values of the record contradict each other, or are impossible: the program that wrote the record has a
     fault, or the file was changed.
     """
-    yield from iter_contradictions_in_ending(facts)
+    yield from iter_contradictions_in_status_and_results(facts)
     if facts.finished:
         yield from iter_contradictions_in_times(facts)
     # A cell of the kind `own` ran a user's command, whose record has one entry for all workers.
     if facts("strategy.kind") != "own":
-        if facts.finished and not is_elastic(facts):
+        if facts.finished and not is_elastic_cell(facts):
             yield from iter_contradictions_in_steps(facts)
         yield from iter_contradictions_with_devices(facts)
 
 
-def iter_contradictions_in_ending(facts: Facts) -> Iterator[str]:
+def iter_contradictions_in_status_and_results(facts: Facts) -> Iterator[str]:
     """Yield contradictions between a cell's status, reason, dates and results."""
     is_ok, entries = facts.status == "ok", facts("score.per_epoch")
     if is_ok == bool(facts("reason")):
@@ -69,7 +69,7 @@ def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
         "samples_applied / train_time_s", None if applied is None else applied / train_s,
     )  # fmt: skip
     # With servers and the setting `steps`, the last two epochs may end at the same time.
-    if not is_elastic(facts) and not (facts.servers and facts("settings.steps")):
+    if not is_elastic_cell(facts) and not (facts.servers and facts("settings.steps")):
         spans = sum(facts("time.epoch_times_s"))
         yield from iter_inequality_messages(
             "the sum of time.epoch_times_s",
@@ -80,7 +80,7 @@ def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
             MAX_TIME_DIFFERENCE_S,
         )
     own = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
-    if own and not is_elastic(facts):
+    if own and not is_elastic_cell(facts):
         yield from iter_inequality_messages(
             "time.train_time_s",
             train_s,
@@ -122,15 +122,18 @@ def iter_contradictions_in_steps(facts: Facts) -> Iterator[str]:
     if facts.status == "ok":
         work = "steps x global_batch"
         yield from iter_inequality_messages(
-            "batch.samples_seen", seen, work, facts.steps_run * batch, 0.02
+            "batch.samples_seen", seen, work, facts.num_steps_trained * batch, 0.02
         )
     if is_collective:
-        made, done = facts("batch.updates_applied"), facts.steps_run - facts.skipped_steps
+        made, done = (
+            facts("batch.updates_applied"),
+            facts.num_steps_trained - facts.num_skipped_steps,
+        )
         yield from iter_inequality_messages(
             "batch.updates_applied", made, "the number of steps", done
         )
     # If each update waits for all workers, no gradient can be stale.
-    if facts.averages_all_workers and any(
+    if facts.averages_gradients_of_all_workers and any(
         sum(s["staleness_all_shards"][1:]) for s in facts.servers
     ):
         yield "pushes are stale, although every update waits for all workers"
@@ -144,8 +147,8 @@ def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
     yield from iter_excess_messages("compute.mfu", facts("compute.mfu"), "all operations", 1.0)
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
     limits = [
-        get_by_path(w["provenance"], "gpu.power_limit_w")
-        if get_by_path(w["provenance"], "gpu")
+        get_field_by_path(w["provenance"], "gpu.power_limit_w")
+        if get_field_by_path(w["provenance"], "gpu")
         else 0.0
         for w in facts.workers
     ]
@@ -171,8 +174,8 @@ def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
                 f"a part of {parts} of the model", size / parts, 0.3, 8192,
             )  # fmt: skip
     for worker in facts.workers:
-        peak, device = get_by_path(worker, "memory.peak_bytes"), worker["provenance"]
+        peak, device = get_field_by_path(worker, "memory.peak_bytes"), worker["provenance"]
         held = f"the peak of rank {worker['rank']}"
         yield from iter_excess_messages(
-            held, peak, "its GPU's", get_by_path(device, "gpu.memory_bytes")
+            held, peak, "its GPU's", get_field_by_path(device, "gpu.memory_bytes")
         )

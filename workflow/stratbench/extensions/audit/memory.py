@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from stratbench.analysis.records.groups import GROUP, Group
 from stratbench.cell.text.words import MIB, format_bytes
-from stratbench.extensions.audit.rule import AuditData, Case, iter_rows, rule
+from stratbench.extensions.audit.rule import AuditData, Case, iter_table_rows, rule
 
 #: Largest credible reduction of memory by sharding, as a multiple of the number of workers.
 MAX_REDUCTION = 1.05
@@ -51,7 +51,7 @@ def find_oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
     failed = evidence.cells[
         evidence.cells["status"].eq("oom") & evidence.cells["device_kind"].eq("cuda")
     ]
-    for row in iter_rows(failed.drop_duplicates(GROUP)):
+    for row in iter_table_rows(failed.drop_duplicates(GROUP)):
         group = Group(row.experiment, row.strategy, row.model, row.gpus)
         # Groups with a smaller global batch are left out: with weak scaling each worker's batch stays the
         # same.

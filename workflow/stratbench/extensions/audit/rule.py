@@ -75,8 +75,8 @@ class AuditData:
         self.groups: dict[Group, pd.DataFrame] = self.repeats.ok
         self._alike: defaultdict[Group, list[Group]] = defaultdict(list)
         for group in self.groups:
-            self._alike[group.with_strategy("")].append(group)
-            self._alike[group.with_gpus(0)].append(group)
+            self._alike[group.replace_strategy("")].append(group)
+            self._alike[group.replace_gpus(0)].append(group)
 
     @cached_property
     def finished_rows(self) -> list[Any]:
@@ -88,21 +88,21 @@ class AuditData:
 
         The group itself is included.
         """
-        return self._alike.get(group.with_strategy(""), [])
+        return self._alike.get(group.replace_strategy(""), [])
 
     def list_groups_with_any_worker_count(self, group: Group) -> list[Group]:
         """Return the groups of all worker counts with the strategy and model of `group`.
 
         The group itself is included.
         """
-        return self._alike.get(group.with_gpus(0), [])
+        return self._alike.get(group.replace_gpus(0), [])
 
     def compute_median(self, group: Group, column: str) -> float | None:
         """Return the median of a column over the repeats of a group.
 
         The result is None if there are no values.
         """
-        return self.repeats.compute_median(group, column)
+        return self.repeats.compute_median_of_repeats(group, column)
 
     def multiply_medians(self, group: Group, *columns: str) -> float | None:
         """Return the product of the medians of some columns.
@@ -158,7 +158,7 @@ def rule(
         affects: Which values of a cell the rule concerns.
     """
 
-    def decorate(check: Callable[[AuditData], Iterator[Case]]) -> Rule:
+    def make_rule_from_study_check(check: Callable[[AuditData], Iterator[Case]]) -> Rule:
         if not check.__doc__:
             raise TypeError(f"the audit rule {id} has no docstring; add one, which users read")
 
@@ -168,7 +168,7 @@ def rule(
 
         return Rule(id, severity, affects, " ".join(check.__doc__.split()), check_study)
 
-    return decorate
+    return make_rule_from_study_check
 
 
 def record_rule(
@@ -186,7 +186,7 @@ def record_rule(
         of: Records to check: of stratbench's loop (`ours`), of users' commands (`commands`), or `both`.
     """
 
-    def decorate(check: Callable[[Facts], Iterator[str]]) -> Rule:
+    def make_rule_from_record_check(check: Callable[[Facts], Iterator[str]]) -> Rule:
         @wraps(check)
         def check_records(evidence: AuditData) -> Iterator[Case]:
             ours = evidence.records if of != "commands" else ()
@@ -197,7 +197,7 @@ def record_rule(
 
         return rule(id, severity, affects)(check_records)
 
-    return decorate
+    return make_rule_from_record_check
 
 
 def iter_violations_in_record(
@@ -210,7 +210,7 @@ def iter_violations_in_record(
         yield f"a field has a form that no cell writes ({type(e).__name__}: {e})"
 
 
-def is_elastic(facts: Facts) -> bool:
+def is_elastic_cell(facts: Facts) -> bool:
     """Return whether the cell is elastic: its number of workers may vary during the training."""
     return facts("elastic") is not None
 
@@ -242,7 +242,7 @@ def make_cell_key(cell: Row) -> CellKey:
     return tuple(cell[name] for name in COORDINATES)
 
 
-def iter_rows(frame: pd.DataFrame) -> Iterable[Any]:
+def iter_table_rows(frame: pd.DataFrame) -> Iterable[Any]:
     """Return the rows of a table as tuples.
 
     An empty table gives an empty tuple at once, because pandas is slow then.

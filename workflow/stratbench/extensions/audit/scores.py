@@ -51,17 +51,23 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
         score = scores[row.experiment]
         # Published tables of accuracies lack the score of guessing, which then counts as 0.
         guess = (
-            0.0 if score.is_fraction and pd.isna(row.score_chance_level) else row.score_chance_level
+            0.0
+            if score.is_unit_fraction and pd.isna(row.score_chance_level)
+            else row.score_chance_level
         )
         if pd.isna(guess):
             continue
         # The sign makes the gain over guessing positive for better scores, even if lower scores are better.
-        reached = score.sign * (row.score_final - guess)
+        reached = score.higher_is_better_sign * (row.score_final - guess)
         key = row.experiment, row.model, None if pd.isna(row.epochs) else row.epochs
         if key not in expected:
             expected[key] = find_expected_score(evidence, row, score)
         name, reference = expected[key]
-        gain = 0.0 if reference is None else MIN_GAIN_SHARE * score.sign * (reference - guess)
+        gain = (
+            0.0
+            if reference is None
+            else MIN_GAIN_SHARE * score.higher_is_better_sign * (reference - guess)
+        )
         against = (
             f"{name} reaches {format_score(score, reference)}" if reference is not None else ""
         )
@@ -69,7 +75,9 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
             by_chance := MAX_CHANCE_DEVIATIONS * compute_error_of_guessing(score, guess, row)
         ) > gain:
             gain, against = by_chance, f"guessing reaches {format_score(score, guess)}"
-        if (floor := evidence.floors.get(row.dataset, 0.0)) > guess + gain and score.is_fraction:
+        if (
+            floor := evidence.floors.get(row.dataset, 0.0)
+        ) > guess + gain and score.is_unit_fraction:
             gain = floor - guess
             against = f"the simplest models reach {floor:.0%} on this data set"
         if reached < gain:
@@ -79,7 +87,11 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
 
 def format_score(score: Score, value: float) -> str:
     """Format a score that is in the unit of records."""
-    return f"{value:.1%}" if score.is_fraction else score.format_score(score.display_factor * value)
+    return (
+        f"{value:.1%}"
+        if score.is_unit_fraction
+        else score.format_score(score.display_factor * value)
+    )
 
 
 def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
@@ -92,7 +104,7 @@ def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
         guess: Score of random guessing.
         row: Row of cells.csv.
     """
-    if not score.is_fraction:
+    if not score.is_unit_fraction:
         return 0.0 if pd.isna(row.score_error) else row.score_error
     answers = row.test_samples * (row.counts_per_sample if row.counts_per_sample > 0 else 1)
     return math.sqrt(guess * (1 - guess) / answers) if answers > 0 else 0.0
@@ -117,12 +129,12 @@ def find_expected_score(evidence: AuditData, row: Any, score: Score) -> tuple[st
         return "", None
     few = plain[plain["gpus"] == plain["gpus"].min()]
     best = few.groupby("strategy", sort=False)["score_final"].median()
-    name = ALONE if ALONE in best.index else str((score.sign * best).idxmax())
+    name = ALONE if ALONE in best.index else str((score.higher_is_better_sign * best).idxmax())
     return f"{name} on {few['gpus'].iloc[0]}", float(best[name])
 
 
 @rule("async-alone-unlike-sync", "unusable", "score")
-def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
+def find_unequal_scores_on_one_worker(evidence: AuditData) -> Iterator[Case]:
     """On one worker this strategy must reach the score of synchronous SGD, because no gradient is stale. Its
     score differs: the implementations differ in something else.
     """
@@ -156,7 +168,7 @@ def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
             group, "test_samples", "counts_per_sample"
         ) or evidence.compute_median(group, "test_samples")
         error = evidence.compute_median(group, "score_error") or 0.0
-        if score.is_fraction:
+        if score.is_unit_fraction:
             error = math.sqrt(its * (1 - its) / n) if n else 0.0
         chance = MAX_CHANCE_DEVIATIONS * math.sqrt(2) * error
         if abs(mine - its) > max(score.tolerance / score.display_factor, chance):
@@ -168,7 +180,7 @@ def find_async_unlike_sync_on_one_worker(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("equal-arithmetic-unequal-loss", "warning", "score")
-def find_unequal_loss_of_equal_arithmetic(evidence: AuditData) -> Iterator[Case]:
+def find_unequal_losses_despite_equal_updates(evidence: AuditData) -> Iterator[Case]:
     """These strategies declare the same updates as DDP except for rounding, but their losses or scores from
     the same weights differ by more than rounding explains. If there are only two, it is unknown which one is
     wrong.
@@ -181,7 +193,7 @@ def find_unequal_loss_of_equal_arithmetic(evidence: AuditData) -> Iterator[Case]
             groups[get_arithmetic_key(facts)].append(facts)
     for members in groups.values():
         for name in COMPARED_VALUES if len(members) > 1 else ():
-            for facts, deviations in iter_cells_unlike_median(members, name):
+            for facts, deviations in iter_cells_far_from_median(members, name):
                 epoch, value, usual = deviations[0]
                 more = f", and in {len(deviations) - 1} more epochs" if len(deviations) > 1 else ""
                 text = f"{name} of epoch {epoch} is {value:.4g}, the median {usual:.4g}{more}"
@@ -196,7 +208,7 @@ class EpochDeviation(NamedTuple):
     median: float
 
 
-def iter_cells_unlike_median(
+def iter_cells_far_from_median(
     cells: list[Facts], value_name: str
 ) -> Iterator[tuple[Facts, list[EpochDeviation]]]:
     """Yield the cells whose losses or scores deviate from the median beyond rounding errors.

@@ -9,10 +9,12 @@ from typing import Any
 import pandas as pd
 
 from stratbench.analysis.records.columns import Row
-from stratbench.analysis.records.findings import SEVERITIES, format_tally
+from stratbench.analysis.records.findings import SEVERITIES, format_number_of_findings
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
 from stratbench.cell.text.words import format_count, format_names
-from stratbench.extensions.audit.across_cells.confounding import find_confounded_host
+from stratbench.extensions.audit.across_cells.confounding import (
+    find_strategies_trained_on_another_host,
+)
 
 TEMPLATE = Path(__file__).parent / "templates" / "audit.html.j2"
 
@@ -24,7 +26,9 @@ _PLACE = ("experiment", "strategy", "model")
 def iter_host_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
     """Yield a notice if some strategies ran on other hosts than the rest."""
     alone = [
-        finding["strategy"] for finding in findings if finding["rule"] == find_confounded_host.id
+        finding["strategy"]
+        for finding in findings
+        if finding["rule"] == find_strategies_trained_on_another_host.id
     ]
     if alone:
         listed = ", ".join(dict.fromkeys(alone))
@@ -39,14 +43,16 @@ def make_audit_sections(inputs: ReportInput) -> Iterator[Section]:
     answers = inputs.answers_json["answers"]
     rules = list_rules_with_findings(inputs.findings, answers)
     tally = f"Audit: {format_tally_of_findings(inputs.findings)}"
-    html = render_section(TEMPLATE, rules=rules, lead=make_audit_lead(rules, answers), tally=tally)
+    html = render_section(
+        TEMPLATE, rules=rules, lead=format_audit_lead(rules, answers), tally=tally
+    )
     yield Section("audit", html, tally)
 
 
 def format_tally_of_findings(findings: pd.DataFrame) -> str:
     """Return the number of findings per severity as text, such as `2 warnings, 1 note`."""
     counts = {s: int((findings["severity"] == s).sum()) for s in SEVERITIES}
-    texts = [format_tally(n, severity) for severity, n in counts.items() if n]
+    texts = [format_number_of_findings(n, severity) for severity, n in counts.items() if n]
     return ", ".join(texts) or "nothing found"
 
 
@@ -113,11 +119,11 @@ def list_affected_choices(
         if short["strategy"] is None:
             continue
         name = f"{short['strategy']} × {short['gpus']} ({answer['model']})"
-        if any(concerns_choice(row, answer, short) for row in findings):
+        if any(does_finding_concern_choice(row, answer, short) for row in findings):
             chosen.append(name)
             continue
         for rival in list_nearest_rivals(short):
-            if any(concerns_choice(row, answer, rival) for row in findings):
+            if any(does_finding_concern_choice(row, answer, rival) for row in findings):
                 rivals.append(f"{rival['strategy']} × {rival['gpus']}, next to {name}")
     return list(dict.fromkeys([*chosen, *rivals]))
 
@@ -132,7 +138,7 @@ def list_nearest_rivals(choice: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*others[:1], *(o for o in further[:1] if o not in others[:1])]
 
 
-def concerns_choice(
+def does_finding_concern_choice(
     finding: Mapping[str, Any], answer: Mapping[str, Any], choice: Mapping[str, Any]
 ) -> bool:
     """Return whether a finding concerns the strategy and the number of workers of a choice.
@@ -153,7 +159,7 @@ def concerns_choice(
     return all(pd.isna(finding[name]) or finding[name] == value for name, value in wanted.items())
 
 
-def make_audit_lead(
+def format_audit_lead(
     rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return a sentence on whether the findings concern the choices."""

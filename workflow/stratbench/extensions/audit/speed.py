@@ -10,9 +10,9 @@ from functools import cache
 import numpy as np
 
 from stratbench.analysis.records.facts import Facts
-from stratbench.analysis.records.groups import GROUP, Group, group_rows
+from stratbench.analysis.records.groups import GROUP, Group, map_rows_by_group
 from stratbench.analysis.records.measures import ALONE
-from stratbench.extensions.audit.across_cells.machines import flag_busy_cells
+from stratbench.extensions.audit.across_cells.machines import flag_cells_on_busy_hosts
 from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
@@ -69,7 +69,7 @@ def find_slow_sharding_on_one_worker(evidence: AuditData) -> Iterator[Case]:
 
 def is_host_mostly_busy(evidence: AuditData, group: Group) -> bool:
     """Return whether other processes used the machine when most repeats of a group started."""
-    return bool(flag_busy_cells(evidence.groups[group]).median() > 0.5)
+    return bool(flag_cells_on_busy_hosts(evidence.groups[group]).median() > 0.5)
 
 
 @rule("superlinear", "warning", "time")
@@ -80,11 +80,11 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
     column, cells = "throughput_samples_per_s", evidence.cells
     limited = cells[(cells["status"] == "timeout") & cells["time_limit_s"].notna()]
     stopped: defaultdict[Group, list[tuple[int, float]]] = defaultdict(list)
-    for group, rows in group_rows(limited).items():
-        stopped[group.with_gpus(0)].append((group.gpus, float(rows["time_limit_s"].min())))
+    for group, rows in map_rows_by_group(limited).items():
+        stopped[group.replace_gpus(0)].append((group.gpus, float(rows["time_limit_s"].min())))
     for group in evidence.groups:
         strategy, gpus = group.strategy, group.gpus
-        alone = group.with_strategy(ALONE).with_gpus(1)
+        alone = group.replace_strategy(ALONE).replace_gpus(1)
         here = evidence.compute_median(group, column)
         if not here:
             continue
@@ -101,10 +101,12 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
                 name = "" if base.strategy == strategy else f"{base.strategy} "
                 text = f"{here / base_time:.2f} times as fast on {gpus} as {name}on {base.gpus}"
                 yield group, text
-        yield from iter_superlinear_over_stopped_cells(evidence, group, stopped[group.with_gpus(0)])
+        yield from iter_superlinear_speedups_over_stopped_cells(
+            evidence, group, stopped[group.replace_gpus(0)]
+        )
 
 
-def iter_superlinear_over_stopped_cells(
+def iter_superlinear_speedups_over_stopped_cells(
     evidence: AuditData, group: Group, workers_and_limit_s: Iterable[tuple[int, float]]
 ) -> Iterator[Case]:
     """Yield speedups that are superlinear over a cell which was stopped at its time limit.
@@ -131,7 +133,7 @@ def iter_superlinear_over_stopped_cells(
 
 
 @rule("same-value-twice", "unusable", "time")
-def find_copied_times(evidence: AuditData) -> Iterator[Case]:
+def find_copied_training_times(evidence: AuditData) -> Iterator[Case]:
     """Two training times are equal to the last digit, so that one must be a copy, for example of a folder."""
     for value, rows in evidence.ok.groupby("train_time_s", sort=False):
         if len(rows) > 1 and len(f"{value!r}".replace(".", "").strip("0")) >= MIN_EQUAL_DIGITS:
@@ -141,7 +143,7 @@ def find_copied_times(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("steps-uneven", "note", "time")
-def find_uneven_steps(evidence: AuditData) -> Iterator[Case]:
+def find_uneven_step_times(evidence: AuditData) -> Iterator[Case]:
     """Some steps take much longer than most: because of a straggler, a busy machine, or waits at a server."""
     columns = [*GROUP, "repeat", "step_p50_ms", "step_p99_ms"]  # iterating over all columns is slow
     for row in evidence.of_any_loop[columns].itertuples():
@@ -151,7 +153,7 @@ def find_uneven_steps(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("repeats-uneven", "warning", "time")
-def find_uneven_repeats(evidence: AuditData) -> Iterator[Case]:
+def find_uneven_times_of_repeats(evidence: AuditData) -> Iterator[Case]:
     """The repeats vary more than usual, so that small differences between strategies mean little. Look for
     other processes on the machine.
     """
@@ -178,7 +180,7 @@ def compute_deviation_by_chance(num_repeats: int) -> float:
 
 
 @record_rule("late-start", "warning", "time")
-def find_late_start(facts: Facts) -> Iterator[str]:
+def find_workers_that_start_late(facts: Facts) -> Iterator[str]:
     """The workers did not start the epochs at the same time. The slowest worker's time counts, so that the
     strategy's time contains the wait for the late start.
     """
@@ -208,7 +210,7 @@ def find_input_bound_cells(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("synthetic-unlike-real", "warning", "time")
-def find_synthetic_unlike_real(evidence: AuditData) -> Iterator[Case]:
+def find_unequal_speed_on_real_and_synthetic_data(evidence: AuditData) -> Iterator[Case]:
     """Training is not equally fast on real and on generated data: the times include reading the data."""
     same = ["model", "strategy", "gpus", "global_batch", "precision"]
     column = "throughput_samples_per_s"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from stratbench.analysis.records.derived import get_by_path
-from stratbench.analysis.records.facts import Facts, get_host_name, sum_longest_pauses_s
+from stratbench.analysis.records.derived import get_field_by_path
+from stratbench.analysis.records.facts import Facts, get_host_name, compute_longest_pause_of_node_s
 from stratbench.analysis.records.samples import BUSY, SampleSeries
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import (
@@ -54,15 +54,16 @@ def is_cpu_overloaded(facts: Facts) -> bool:
     A load far above the number of cores is the sign of waits, which may take seconds.
     """
     cores = [
-        get_by_path(worker["provenance"], "host.cores_logical") or 0 for worker in facts.workers
+        get_field_by_path(worker["provenance"], "host.cores_logical") or 0
+        for worker in facts.workers
     ]
-    loads = [get_by_path(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
+    loads = [get_field_by_path(worker["provenance"], "load_1m") or 0.0 for worker in facts.workers]
     if facts.timeline is not None:
-        hosts = facts.timeline.select_kind("host").values()
+        hosts = facts.timeline.select_series_of_kind("host").values()
         loads += [
-            one.overall_summaries["load_1m"].maximum
+            one.summaries_by_column["load_1m"].maximum
             for one in hosts
-            if "load_1m" in one.overall_summaries
+            if "load_1m" in one.summaries_by_column
         ]
     return bool(any(cores)) and max(loads, default=0.0) > MAX_LOAD_PER_CORE * max(cores)
 
@@ -72,7 +73,9 @@ def find_pauses_in_training(facts: Facts) -> Iterator[str]:
     """The cell was paused while it trained: its job was suspended, its processes were stopped, or the machine
     slept. Its times include the pause; delete its record to train it again.
     """
-    paused_s = sum_longest_pauses_s(facts, lambda p: p["length_s"] if p["in_training"] else 0.0)
+    paused_s = compute_longest_pause_of_node_s(
+        facts, lambda p: p["length_s"] if p["in_training"] else 0.0
+    )
     trained_s = facts("time.train_time_s") or facts("time.total_s")
     if paused_s > NEGLIGIBLE * trained_s:
         yield f"paused for {paused_s:.3g} s in {trained_s:.4g} s of training"
@@ -91,8 +94,8 @@ def find_idle_workers(facts: Facts) -> Iterator[str]:
     busy: dict[int, float] = {}
     kind = ""
     for worker in facts.workers:
-        kind, one = facts.find_device_samples(worker)
-        values = one and one.training_summaries.get(BUSY[kind])
+        kind, one = facts.find_device_sample_series(worker)
+        values = one and one.training_summaries_by_column.get(BUSY[kind])
         if values and values.count >= MIN_SAMPLES:
             busy[worker["rank"]] = values.mean
     # Workers are compared with each other only on GPUs without artificial delays. CPU processes share cores,
@@ -108,7 +111,7 @@ def find_idle_workers(facts: Facts) -> Iterator[str]:
 
 
 @rule("clock-low", "warning", "time")
-def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
+def find_low_gpu_clocks(evidence: AuditData) -> Iterator[Case]:
     """A GPU had a lower clock than other GPUs of its kind in this study, or than its application clock,
     without being at its power limit: times differ because of clocks, and not because of strategies.
     """
@@ -120,8 +123,8 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
         facts = Facts(record, evidence.timelines.get(key))
         for worker in record["workers"] if facts.timeline else ():
             one, name = (
-                facts.find_gpu_samples(worker),
-                get_by_path(worker["provenance"], "gpu.name"),
+                facts.find_gpu_sample_series(worker),
+                get_field_by_path(worker["provenance"], "gpu.name"),
             )
             if name and one and one.busy_clock_mhz and one.busy_clock_mhz.count >= MIN_SAMPLES:
                 by_gpu[name].append((key, record, worker, one))
@@ -132,23 +135,25 @@ def find_low_clocks(evidence: AuditData) -> Iterator[Case]:
         best = max(median(clocks) for clocks in usual.values())
         for _, record, worker, one in members:
             clock = one.busy_clock_mhz.mean
-            allowed = get_by_path(worker["provenance"], "gpu.application_sm_clock_mhz") or 0
+            allowed = get_field_by_path(worker["provenance"], "gpu.application_sm_clock_mhz") or 0
             usual, whose = max((best, "others at"), (allowed, "its application clock is"))
-            if clock < (1 - MAX_CLOCK_DIFFERENCE) * usual and not is_at_power_limit(worker, one):
+            if clock < (1 - MAX_CLOCK_DIFFERENCE) * usual and not is_gpu_at_power_limit(
+                worker, one
+            ):
                 figures = (
                     f"rank {worker['rank']} worked at {clock:.0f} MHz, {whose} {usual:.0f} MHz"
                 )
                 yield record["cell"], figures
 
 
-def is_at_power_limit(worker: dict[str, Any], gpu_samples: SampleSeries) -> bool:
+def is_gpu_at_power_limit(worker: dict[str, Any], gpu_samples: SampleSeries) -> bool:
     """Return whether a GPU was at its power limit, which explains a low clock."""
     limit_w, power = (
-        get_by_path(worker["provenance"], "gpu.power_limit_w"),
-        gpu_samples.training_summaries.get("power_w"),
+        get_field_by_path(worker["provenance"], "gpu.power_limit_w"),
+        gpu_samples.training_summaries_by_column.get("power_w"),
     )
     share = power.mean / limit_w if limit_w and power else None
-    if gpu_samples.power_capped_share >= CAPPED_SAMPLES:
+    if gpu_samples.share_of_samples_at_power_limit >= CAPPED_SAMPLES:
         return share is None or share >= UNCAPPED_POWER
     return share is not None and share >= CAPPED_POWER
 
@@ -165,16 +170,16 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
         by_host[get_host_name(worker) or ""].append(worker)
     for host, workers in by_host.items():
         machine = workers[0]["provenance"] or {}
-        cores = get_by_path(machine, "host.cores_logical")
+        cores = get_field_by_path(machine, "host.cores_logical")
         if not cores:
             continue
         own_cores = set().union(
-            *(get_by_path(w["provenance"], "host.affinity") or () for w in workers)
+            *(get_field_by_path(w["provenance"], "host.affinity") or () for w in workers)
         )
-        node = facts.compute_node(workers[0]["rank"])
-        before = get_by_path(facts("provenance.busy_at_start"), f"{node}.load_1m")
-        ends = [get_by_path(worker["provenance"], "load_1m") or 0.0 for worker in workers]
-        one = facts.find_samples(workers[0], "host", host)
+        node = facts.compute_node_of_rank(workers[0]["rank"])
+        before = get_field_by_path(facts("provenance.busy_at_start"), f"{node}.load_1m")
+        ends = [get_field_by_path(worker["provenance"], "load_1m") or 0.0 for worker in workers]
+        one = facts.find_sample_series(workers[0], "host", host)
         threads = facts("provenance.threads_per_worker") or 1
         processes = len(workers) + len(facts.servers)
         # The record of a user's command has one entry for all of its processes.
@@ -183,18 +188,18 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
         maximum = max(
             (len(own_cores) or cores) + 2 * threads * processes, HARMLESS_LOAD_PER_CORE * cores
         )
-        load = estimate_load_while_running(facts("time.total_s"), before, max(ends), one)
+        load = estimate_load_during_cell(facts("time.total_s"), before, max(ends), one)
         if load > maximum:
             yield (
                 f"a load of {load:.3g} on {host}, where {processes} processes of the cell had "
                 f"{len(own_cores) or cores} of {cores} cores"
             )
-        others = estimate_cores_of_others(facts, host, one, cores)
+        others = estimate_cores_used_by_others(facts, host, one, cores)
         if others > MAX_OTHER_CORES + MAX_OTHER_CORES_SHARE * cores:
             yield f"other processes used {others:.2g} of the {cores} cores of {host} during training"
 
 
-def estimate_load_while_running(
+def estimate_load_during_cell(
     cell_s: float, load_before: float | None, load_after: float, samples: SampleSeries | None
 ) -> float:
     """Estimate the mean load during a cell from `load_1m`.
@@ -209,9 +214,12 @@ def estimate_load_while_running(
         samples: Samples of the load, if any.
     """
     spans = [(load_before, load_after, cell_s)]
-    if samples is not None and "load_1m" in samples.first_values:
-        first, last = samples.first_values["load_1m"], samples.last_values["load_1m"]
-        spans.append((first, last, samples.last_s - samples.first_s))
+    if samples is not None and "load_1m" in samples.first_values_by_column:
+        first, last = (
+            samples.first_values_by_column["load_1m"],
+            samples.last_values_by_column["load_1m"],
+        )
+        spans.append((first, last, samples.last_sample_s - samples.first_sample_s))
     loads = [0.0]
     for begun, load, span_s in spans:
         retained = math.exp(-span_s / LOAD_TIME_CONSTANT_S)
@@ -220,7 +228,7 @@ def estimate_load_while_running(
     return max(loads)
 
 
-def estimate_cores_of_others(
+def estimate_cores_used_by_others(
     facts: Facts, host: str, host_samples: SampleSeries | None, num_cores: int
 ) -> float:
     """Estimate how many cores of a host other processes used during training.
@@ -233,12 +241,12 @@ def estimate_cores_of_others(
         host_samples: Samples of the host, if any.
         num_cores: Number of the host's cores.
     """
-    used = host_samples and host_samples.training_summaries.get("cpu_pct")
+    used = host_samples and host_samples.training_summaries_by_column.get("cpu_pct")
     if not used or used.count < MIN_SAMPLES:
         return 0.0
     own = [
-        series.training_summaries["cpu_pct"].mean
-        for (node, _), series in facts.timeline.select_kind("process").items()
-        if node == host and "cpu_pct" in series.training_summaries
+        series.training_summaries_by_column["cpu_pct"].mean
+        for (node, _), series in facts.timeline.select_series_of_kind("process").items()
+        if node == host and "cpu_pct" in series.training_summaries_by_column
     ]
     return (num_cores * used.mean - sum(own)) / 100

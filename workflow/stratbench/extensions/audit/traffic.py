@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.derived import get_field_by_path
 from stratbench.analysis.records.facts import Facts
 from stratbench.extensions.audit.rule import AuditData, Case, record_rule, rule
 from stratbench.telemetry.machine.hardware import find_datasheet
@@ -30,7 +30,7 @@ def find_impossible_bandwidth(evidence: AuditData) -> Iterator[Case]:
     communicated in every step.
     """
     for row in evidence.finished_rows:
-        implied = compute_implied_bytes_per_s(row)
+        implied = compute_required_bytes_per_s(row)
         maximum = MAX_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > maximum:
             yield (
@@ -39,7 +39,7 @@ def find_impossible_bandwidth(evidence: AuditData) -> Iterator[Case]:
             )
 
 
-def compute_implied_bytes_per_s(row: Any) -> float | None:
+def compute_required_bytes_per_s(row: Any) -> float | None:
     """Return the bytes per second that a cell's training needed to move.
 
     For collectives it is the traffic of one rank, for servers that of the busiest server. The least possible
@@ -47,13 +47,11 @@ def compute_implied_bytes_per_s(row: Any) -> float | None:
     """
     is_served = row.strategy_kind == "server"
     counted = getattr(row, "busiest_server_bytes_per_s" if is_served else "implied_bytes_per_s")
-    known = [
-        v for v in (counted, compute_least_bytes_per_s(row)) if v is not None and not pd.isna(v)
-    ]
+    known = [v for v in (counted, compute_min_bytes_per_s(row)) if v is not None and not pd.isna(v)]
     return max(known, default=None)
 
 
-def compute_least_bytes_per_s(row: Any) -> float | None:
+def compute_min_bytes_per_s(row: Any) -> float | None:
     """Return the minimum bytes per second that a cell's training must move.
 
     For collectives it is what one rank sends: (W-1)/W of the trained parameters, times the copies that the
@@ -84,7 +82,7 @@ def find_unused_nvlink(facts: Facts) -> Iterator[str]:
         facts(f"communication.{name}") for name in ("sent_bytes_per_step", "total_ms", "exposed_ms")
     )
     step_ms = facts("time.step_ms.mean")
-    gpus = [get_by_path(worker["provenance"], "gpu") or {} for worker in facts.workers]
+    gpus = [get_field_by_path(worker["provenance"], "gpu") or {} for worker in facts.workers]
     if not total_ms or not step_ms or facts("provenance.nodes") != 1 or facts("settings.slowdown"):
         return
     sheets = [find_datasheet(gpu.get("name") or "") for gpu in gpus]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from stratbench.analysis.records.derived import count_usable_cpu_cores, get_by_path
+from stratbench.analysis.records.derived import count_usable_cpu_cores, get_field_by_path
 from stratbench.analysis.records.facts import Facts
-from stratbench.extensions.audit.rule import is_elastic, record_rule
+from stratbench.extensions.audit.rule import is_elastic_cell, record_rule
 from stratbench.strategies import REGISTRY, get_mesh, get_traits
 
 #: Largest tolerated share of its training time for which a worker waits for a core. Three processes on two
@@ -16,7 +16,7 @@ MAX_CORE_WAIT_SHARE = 0.2
 
 
 @record_rule("traits-unlike-strategy", "warning", "all")
-def find_traits_unlike_strategy(facts: Facts) -> Iterator[str]:
+def find_traits_that_strategy_does_not_declare(facts: Facts) -> Iterator[str]:
     """The traits of the strategy in the record differ from those that this version of stratbench declares.
     The audit and the decision use the traits in the record. Train the cell again.
     """
@@ -26,7 +26,7 @@ def find_traits_unlike_strategy(facts: Facts) -> Iterator[str]:
     by_zeros = bool(facts("strategy.details.moved_by_zeros"))
     strategy = (name, facts("strategy.options"), facts.gpus)
     adds_up = facts("task.loss_adds_up") is not False
-    traits = asdict(get_traits(*strategy, by_zeros, is_elastic(facts), adds_up))
+    traits = asdict(get_traits(*strategy, by_zeros, is_elastic_cell(facts), adds_up))
     for trait, recorded in (facts("strategy.traits") or {}).items():
         if recorded != traits.get(trait):
             yield f"strategy.traits.{trait} is {recorded}, but {name} declares {traits.get(trait)}"
@@ -41,13 +41,13 @@ def find_lost_workers(facts: Facts) -> Iterator[str]:
     """
     if facts.status != "ok":
         return
-    if facts.lost and not is_elastic(facts):
+    if facts.lost and not is_elastic_cell(facts):
         entries = (w for server in facts.servers for w in server.get("lost") or ())
-        reasons = {get_by_path(w, "own_reason") for w in entries} - {None}
+        reasons = {get_field_by_path(w, "own_reason") for w in entries} - {None}
         reason = f": {'; '.join(sorted(reasons))}" if reasons else ""
         yield f"{len(facts.lost)} of {facts.gpus} workers were lost to the servers{reason}"
     missing = sorted(set(range(facts.gpus)) - {worker["rank"] for worker in facts.workers})
-    if is_elastic(facts):
+    if is_elastic_cell(facts):
         return  # in an elastic cell, lost workers are replaced
     if missing:
         yield f"ranks {', '.join(map(str, missing))} of {facts.gpus} workers left no result"
@@ -57,7 +57,7 @@ def find_lost_workers(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("waits-for-cores", "warning", "time")
-def find_waits_for_cores(facts: Facts) -> Iterator[str]:
+def find_workers_that_wait_for_cores(facts: Facts) -> Iterator[str]:
     """A worker waited for a core while other processes computed on its cores, so that its times are those of
     an overloaded machine.
     """
@@ -89,7 +89,7 @@ def find_fewer_workers_than_requested(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("keeps-checkpoints", "note", "time")
-def find_kept_checkpoints(facts: Facts) -> Iterator[str]:
+def find_cells_with_checkpoints(facts: Facts) -> Iterator[str]:
     """The cell wrote checkpoints, and may have been restarted. Its training time excludes the copying of
     checkpoints and lost work, but writing them may have slowed the training, and attempts may have run on
     different nodes. Measure a strategy's speed with cells without checkpoints.

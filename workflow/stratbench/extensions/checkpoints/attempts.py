@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.checkpoints.checkpoints import (
     delete_checkpoints,
@@ -24,7 +24,7 @@ from stratbench.extensions.checkpoints.checkpoints import (
     list_checkpoint_steps,
 )
 from stratbench.extensions.checkpoints.keys import Checkpoints
-from stratbench.telemetry.timeline import read_phases
+from stratbench.telemetry.timeline import read_phase_intervals
 from stratbench.train.job import Job
 
 
@@ -63,7 +63,7 @@ def find_last_write_time_s(run: RunFolder) -> float | None:
     return max(dates, default=None)
 
 
-def begin_attempt(job: Job, previous_end_unix_s: float | None) -> Job:
+def make_next_attempt_job(job: Job, previous_end_unix_s: float | None) -> Job:
     """Return the job of a cell's next attempt, with the times of earlier attempts.
 
     The times of the job include earlier attempts, but not the time between attempts. Checkpoints of attempts
@@ -74,20 +74,20 @@ def begin_attempt(job: Job, previous_end_unix_s: float | None) -> Job:
         previous_end_unix_s: End of the previous attempt in seconds since 1970, or None without one.
     """
     folder = job.folder.saved_state_dir
-    path, identity = folder / "attempts.json", make_job_identity(job)
-    earlier = _read_attempts(path, identity) if previous_end_unix_s is not None else []
+    path, identity = folder / "attempts.json", get_values_common_to_attempts(job)
+    earlier = _read_resumable_attempts(path, identity) if previous_end_unix_s is not None else []
     now_unix_s = time.time()
     if not earlier:
         shutil.rmtree(folder, ignore_errors=True)
     else:
-        _close_attempt(earlier[-1], job, previous_end_unix_s, now_unix_s)
+        _record_attempt_end(earlier[-1], job, previous_end_unix_s, now_unix_s)
         print(
             f"attempt {len(earlier) + 1} resumes after step {earlier[-1]['next_step']} "
             f"({earlier[-1]['repeated_s']:.0f} s of work are repeated)",
             flush=True,
         )
     mine = {"started_unix_s": now_unix_s, "queue_wait_s": job.queue_wait_s}
-    write_atomic(path, json.dumps({"of": identity, "attempts": [*earlier, mine]}) + "\n")
+    write_text_atomically(path, json.dumps({"of": identity, "attempts": [*earlier, mine]}) + "\n")
     spent_s = sum(attempt["ran_s"] for attempt in earlier)
     return replace(
         job,
@@ -98,13 +98,13 @@ def begin_attempt(job: Job, previous_end_unix_s: float | None) -> Job:
     )
 
 
-def make_job_identity(job: Job) -> dict[str, Any]:
+def get_values_common_to_attempts(job: Job) -> dict[str, Any]:
     """Return the values that must be equal in all attempts of a cell."""
     identity = {"cell": asdict(job.cell), "settings": asdict(job.settings), "data": job.data}
     return json.loads(json.dumps(identity | {"cuda": job.use_cuda}))
 
 
-def _read_attempts(path: Path, common_values: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_resumable_attempts(path: Path, common_values: dict[str, Any]) -> list[dict[str, Any]]:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         return kept["attempts"] if kept["of"] == common_values else []
@@ -112,7 +112,7 @@ def _read_attempts(path: Path, common_values: dict[str, Any]) -> list[dict[str, 
         return []
 
 
-def _close_attempt(
+def _record_attempt_end(
     attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: float
 ) -> None:
     """Add the duration and the lost time to the entry of an ended attempt, in place.
@@ -152,7 +152,9 @@ def make_restarts_entry(job: Job, worker_results: Sequence[dict[str, Any]]) -> d
     """
     checkpoints = [worker["checkpoints"] for worker in worker_results if worker.get("checkpoints")]
     trained = (
-        p.start_s for p in read_phases(job.folder.list_phase_log_paths()) if p.phase == "train"
+        p.start_s
+        for p in read_phase_intervals(job.folder.list_phase_log_paths())
+        if p.phase == "train"
     )
     first_s = min(trained, default=None)
     largest = {

@@ -36,7 +36,7 @@ class DamagedCheckpoint(ValueError):
     """A checkpoint is damaged, or its tensors are those of another model."""
 
 
-def _view_bytes(tensor: Tensor) -> memoryview:
+def _view_tensor_as_bytes(tensor: Tensor) -> memoryview:
     from stratbench.workload.flat import get_tensor_bytes
 
     return get_tensor_bytes(tensor.reshape(-1))
@@ -65,13 +65,13 @@ def write_checkpoint(
     """
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(_view_bytes(tensor), checksum)
+        checksum = zlib.crc32(_view_tensor_as_bytes(tensor), checksum)
     head = {
         "step": step,
         "crc32": checksum,
         "tensors": [[str(t.dtype), list(t.shape)] for t in tensors],
         "facts": metadata or {},
-        "facts_crc32": _compute_crc(metadata or {}),
+        "facts_crc32": _compute_metadata_crc(metadata or {}),
     }
     with (
         replace_file_atomically(get_checkpoint_path(folder, step)) as temporary,
@@ -79,7 +79,7 @@ def write_checkpoint(
     ):
         file.write(json.dumps(head).encode() + b"\n")
         for tensor in tensors:
-            file.write(_view_bytes(tensor))
+            file.write(_view_tensor_as_bytes(tensor))
         file.flush()
         # The file must survive a crash of the node, because earlier checkpoints are deleted afterwards.
         os.fsync(file.fileno())
@@ -105,7 +105,7 @@ def delete_later_checkpoints(folder: Path, step: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_checkpoint_facts(folder: Path, step: int) -> dict[str, Any]:
+def read_checkpoint_metadata(folder: Path, step: int) -> dict[str, Any]:
     """Return a checkpoint's metadata: its values other than tensors.
 
     Raises:
@@ -119,20 +119,20 @@ def read_checkpoint_facts(folder: Path, step: int) -> dict[str, Any]:
 def _read_checkpoint_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         head = json.loads(file.readline(_MAX_HEADER_BYTES))
-        whole = head["facts_crc32"] == _compute_crc(head["facts"])
+        whole = head["facts_crc32"] == _compute_metadata_crc(head["facts"])
         head = {key: head[key] for key in ("tensors", "crc32", "facts")}
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path}: its first line cannot be read: {error}") from None
+        raise DamagedCheckpoint(f"{path} has an unreadable first line: {error}") from None
     if not whole:
         raise DamagedCheckpoint(f"{path}: its metadata were changed after they were written")
     return head
 
 
-def _compute_crc(metadata: dict[str, Any]) -> int:
+def _compute_metadata_crc(metadata: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(metadata).encode())
 
 
-def read_checkpoint_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
+def read_checkpoint_into_tensors(folder: Path, step: int, tensors: Sequence[Tensor]) -> None:
     """Copy the tensors of a checkpoint into existing tensors.
 
     Args:
@@ -154,11 +154,11 @@ def read_checkpoint_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> 
         copies, checksum = [], 0
         for tensor in tensors:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if file.readinto(_view_bytes(copy)) != copy.nbytes:
+            if file.readinto(_view_tensor_as_bytes(copy)) != copy.nbytes:
                 raise DamagedCheckpoint(
                     f"{path} is incomplete: it is shorter than its first line says"
                 )
-            checksum = zlib.crc32(_view_bytes(copy), checksum)
+            checksum = zlib.crc32(_view_tensor_as_bytes(copy), checksum)
             copies.append(copy)
     if checksum != head["crc32"]:
         raise DamagedCheckpoint(f"{path} was changed after it was written: its checksum is wrong")
@@ -168,7 +168,7 @@ def read_checkpoint_into(folder: Path, step: int, tensors: Sequence[Tensor]) -> 
 
 
 @contextmanager
-def delete_if_damaged(folder: Path, step: int) -> Iterator[None]:
+def delete_checkpoint_if_damaged(folder: Path, step: int) -> Iterator[None]:
     """Context that deletes a checkpoint if the code within it raises DamagedCheckpoint.
 
     Args:
@@ -188,7 +188,7 @@ def delete_if_damaged(folder: Path, step: int) -> Iterator[None]:
         raise
 
 
-class Writer:
+class AsyncCheckpointWriter:
     """Writes checkpoints on another thread, from copies of the tensors in host memory."""
 
     def __init__(
@@ -213,14 +213,14 @@ class Writer:
         #: For each checkpoint: seconds of writing.
         self.written_s: list[float] = []
 
-    def wait_for_write(self) -> None:
+    def wait_for_checkpoint_write(self) -> None:
         """Wait until the current checkpoint is on disk. If its write failed, raise the error."""
         if self._start_thread is not None:
             self._start_thread.join()
         if self._error is not None:
             raise self._error
 
-    def start_write(
+    def start_checkpoint_write(
         self,
         step: int,
         tensors: Sequence[Tensor],
@@ -246,7 +246,7 @@ class Writer:
 
         if self._start_thread is not None and self._start_thread.is_alive() and not wait:
             return False
-        self.wait_for_write()
+        self.wait_for_checkpoint_write()
         began = time.perf_counter()
         on_cuda = tensors[0].device.type == "cuda"
         if not self._copies:
@@ -260,15 +260,17 @@ class Writer:
         if event is not None:
             event.record()
         self._start_thread = threading.Thread(
-            target=self._write, args=(step, event, constant_tensors, metadata), daemon=True
+            target=self._write_copies_to_disk,
+            args=(step, event, constant_tensors, metadata),
+            daemon=True,
         )
         self._start_thread.start()
         self.held_up_s.append(time.perf_counter() - began)
         if wait:
-            self.wait_for_write()
+            self.wait_for_checkpoint_write()
         return True
 
-    def _write(
+    def _write_copies_to_disk(
         self,
         step: int,
         event: torch.cuda.Event | None,

@@ -18,7 +18,7 @@ from stratbench.extensions.checkpoints import attempts, checkpoints
 from stratbench.extensions.checkpoints.keys import Checkpoints
 from stratbench.strategies.collective import Collective
 from stratbench.telemetry.clock import StepClock
-from stratbench.train.beside.beside import Beside, Start
+from stratbench.train.beside.beside import Beside, TrainingStart
 from stratbench.train.job import Job
 from stratbench.workload.generators import Generators
 
@@ -35,7 +35,7 @@ class CheckpointWriter(Beside):
     def is_active_in(cls, job: Job) -> bool:
         return "checkpoints" in job.settings.more and not job.is_in_block
 
-    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
+    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> TrainingStart:
         """Restore the training state from the checkpoint from which this attempt resumes, if there is one.
 
         Raises:
@@ -45,39 +45,41 @@ class CheckpointWriter(Beside):
         self._clock, self._epochs = clock, epochs
         self._every = self.worker.settings.get_extension_keys(Checkpoints).checkpoint_every
         self._folder = attempts.get_checkpoint_folder(self.worker.folder, self.worker.rank)
-        self._writer = checkpoints.Writer(self._folder, self._delete_older)
+        self._writer = checkpoints.AsyncCheckpointWriter(
+            self._folder, self._delete_older_checkpoints
+        )
         #: Number and seconds of the checkpoints that earlier attempts wrote.
         self._before = {"count": 0, "held_up_s": 0.0, "written_s": 0.0}
         step = self.job.earlier_attempts[-1]["next_step"] if self.job.earlier_attempts else 0
         self._next_due = step + self._every
         if not step:
-            return Start()
+            return TrainingStart()
         with self.phases("resume"):
-            return self._load_state(step)
+            return self._load_training_state(step)
 
     def find_next_stop(self) -> int:
         return self._next_due
 
-    def _load_state(self, step: int) -> Start:
-        random = Generators.capture_states(self.worker.device).tensors()
-        with checkpoints.delete_if_damaged(self._folder, step):
-            metadata = checkpoints.read_checkpoint_facts(self._folder, step)
+    def _load_training_state(self, step: int) -> TrainingStart:
+        random = Generators.capture_states(self.worker.device).convert_to_tensors()
+        with checkpoints.delete_checkpoint_if_damaged(self._folder, step):
+            metadata = checkpoints.read_checkpoint_metadata(self._folder, step)
             loss_dtype = getattr(torch, metadata["loss_dtype"])
             losses = torch.zeros(metadata["losses"], dtype=loss_dtype)
             step_ms = torch.zeros(step, dtype=torch.float64)
             tensors = [*self.strategy.state_tensors(), *random, step_ms, losses]
-            checkpoints.read_checkpoint_into(self._folder, step, tensors)
+            checkpoints.read_checkpoint_into_tensors(self._folder, step, tensors)
         self.strategy.load_counts(metadata["counts"])
-        self._clock.load_history(metadata["clock"] | {"step_ms": step_ms.tolist()})
-        Generators.from_tensors(random).put_back(self.worker.device)
+        self._clock.load_measured_times(metadata["clock"] | {"step_ms": step_ms.tolist()})
+        Generators.from_tensors(random).restore_states(self.worker.device)
         self._before = metadata["kept"]
-        return Start(step, tuple(losses.to(self.worker.device)), tuple(metadata["epochs"]))
+        return TrainingStart(step, tuple(losses.to(self.worker.device)), tuple(metadata["epochs"]))
 
     def act_after_step(self, step: int, losses: list[Tensor]) -> None:
         with self.phases("checkpoint"):
-            self._writer.wait_for_write()
+            self._writer.wait_for_checkpoint_write()
             stacked = torch.stack(losses).cpu() if losses else torch.zeros(0)
-            clock, own = self._clock.export_history(), self.count_checkpoints()
+            clock, own = self._clock.export_measured_times(), self.summarize_checkpoints()
             step_ms = torch.tensor(clock.pop("step_ms"), dtype=torch.float64)
             metadata = {
                 "counts": self.strategy.export_counts(),
@@ -88,8 +90,12 @@ class CheckpointWriter(Beside):
                 "loss_dtype": str(stacked.dtype).removeprefix("torch."),
                 "kept": own | {"count": own["count"] + 1},
             }
-            constant = [*Generators.capture_states(self.worker.device).tensors(), step_ms, stacked]
-            self._writer.start_write(
+            constant = [
+                *Generators.capture_states(self.worker.device).convert_to_tensors(),
+                step_ms,
+                stacked,
+            ]
+            self._writer.start_checkpoint_write(
                 step,
                 self.strategy.state_tensors(),
                 constant_tensors=constant,
@@ -97,22 +103,23 @@ class CheckpointWriter(Beside):
             )
         self._next_due = step + self._every
 
-    def count_checkpoints(self) -> dict[str, Any]:
+    def summarize_checkpoints(self) -> dict[str, Any]:
         """Return the number of checkpoints, the seconds for which training waited, and those of writing."""
         writer, before = self._writer, self._before
         return {
             "count": before["count"] + len(writer.held_up_s),
-            "held_up_s": before["held_up_s"] + self.phases.as_dict().get("checkpoint_s", 0.0),
+            "held_up_s": before["held_up_s"]
+            + self.phases.compute_seconds_by_phase().get("checkpoint_s", 0.0),
             "written_s": before["written_s"] + sum(writer.written_s),
         }
 
     def end(self, status: str, chosen: bool) -> dict[str, Any]:
         """Wait until the last checkpoint is on disk, and return the number, times and bytes of all."""
-        self._writer.wait_for_write()
+        self._writer.wait_for_checkpoint_write()
         one = sum(t.nbytes for t in self.strategy.state_tensors())
-        return {"checkpoints": self.count_checkpoints() | {"bytes": one}}
+        return {"checkpoints": self.summarize_checkpoints() | {"bytes": one}}
 
-    def _delete_older(self, folder: Path, step: int) -> None:
+    def _delete_older_checkpoints(self, folder: Path, step: int) -> None:
         attempts.delete_older_checkpoints(
             self.worker.folder, self.worker.rank, self.worker.world_size
         )

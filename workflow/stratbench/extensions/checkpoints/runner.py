@@ -11,7 +11,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.checkpoints import attempts
 from stratbench.train.agent import Exits
-from stratbench.train.ending import Ending
+from stratbench.train.ending import CellEnding
 from stratbench.train.job import Job
 from stratbench.train.running.runner import Runner
 
@@ -30,11 +30,11 @@ class RestartRunner(Runner):
         self._ended_unix_s = attempts.find_last_write_time_s(folder)
         super().prepare(folder, cell, s, data_dir)
 
-    def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
+    def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, CellEnding]:
         # Segments (the short trainings of a verdict's block) write no checkpoints.
         if job.is_in_block:
             return super().run(job, args)
-        job = attempts.begin_attempt(job, self._ended_unix_s)
+        job = attempts.make_next_attempt_job(job, self._ended_unix_s)
         # Unlike `super().run`, this does not train the cell again if its processes were paused.
         return job, *self.launch_processes(job, args.cpus_per_node)
 

@@ -60,7 +60,7 @@ def find_contradictory_reports(facts: Facts) -> Iterator[str]:
 
 
 @record_rule("unlike-its-cell", "warning", "all", of="commands")
-def find_reports_unlike_cell(facts: Facts) -> Iterator[str]:
+def find_reports_with_unrequested_counts(facts: Facts) -> Iterator[str]:
     """A command reports another number of processes or samples than its cell requests. The cell is not ranked
     with cells that have the requested numbers.
     """

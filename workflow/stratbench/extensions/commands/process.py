@@ -25,7 +25,7 @@ from stratbench.extensions.commands.files import (
 )
 from stratbench.extensions.commands.strategy import (
     fill_placeholders,
-    get_arguments,
+    get_command_arguments,
     iter_placeholders,
 )
 from stratbench.report import VARIABLE
@@ -60,7 +60,7 @@ class CommandProcess:
         """Start the command. If it needs the rendezvous address, wait for that address first."""
         folder = self._job.folder
         arguments = fill_placeholders(
-            get_arguments(self._job.settings.options),
+            get_command_arguments(self._job.settings.options),
             make_placeholder_values(self._job, self._node),
         )
         supervisor = [sys.executable, "-m", "stratbench.extensions.commands.supervisor"]
@@ -158,11 +158,11 @@ def make_placeholder_values(job: Job, node: int) -> dict[str, Any]:
         "nodes": job.n_nodes,
         "workers_per_node": job.workers_per_node,
         "node": node,
-        "total_steps": s.total_steps(job.train_samples),
+        "total_steps": s.count_steps(job.train_samples),
         "data": job.data_dir,
         "out": get_output_folder(folder),
     }
-    if {"host", "port"} & set(iter_placeholders(get_arguments(s.options))):
+    if {"host", "port"} & set(iter_placeholders(get_command_arguments(s.options))):
         values["host"], values["port"] = find_rendezvous_address(job, node)
     return values
 
@@ -175,8 +175,8 @@ def find_rendezvous_address(job: Job, node: int) -> tuple[str, int]:
     if job.n_nodes == 1:
         return "127.0.0.1", find_free_port()
     if node == 0:
-        job.folder.write_endpoint(os.uname().nodename, find_free_port())
-    return job.folder.wait_for_endpoint(MEETING_S)
+        job.folder.write_node0_endpoint(os.uname().nodename, find_free_port())
+    return job.folder.wait_for_node0_endpoint(MEETING_S)
 
 
 def find_free_port() -> int:

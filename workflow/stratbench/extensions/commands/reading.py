@@ -77,7 +77,7 @@ def read_report(path: Path) -> CommandReport:
             while (line := file.readline(MAX_LINE + 1)).endswith(b"\n"):
                 number += 1
                 try:
-                    reader.read_line(json.loads(line))
+                    reader.add_line(json.loads(line))
                 except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as e:
                     raise ReportError(f"{path.name}, line {number}: {_describe_error(e)}") from e
             if len(line) > MAX_LINE:
@@ -112,14 +112,14 @@ class _ReportReader:
         self._losses: list[float] = []
         self._begins_anew = True
         self._events: dict[str, Callable[[dict[str, Any], float], None]] = {
-            "start": self._start,
-            "step": self._step,
-            "pause": self._pause,
-            "resume": self._resume,
-            "score": self._score,
+            "start": self._handle_start_event,
+            "step": self._handle_step_event,
+            "pause": self._handle_pause_event,
+            "resume": self._handle_resume_event,
+            "score": self._handle_score_event,
         }
 
-    def read_line(self, line: Any) -> None:
+    def add_line(self, line: Any) -> None:
         """Add the values of one line of JSON to the report."""
         if not isinstance(line, dict):
             raise ValueError("the line is no JSON object")
@@ -135,7 +135,7 @@ class _ReportReader:
         self._events[event](line, at_s)
         self.report.last_line_at_s, self.report.is_paused = at_s, self._clock_s is None
 
-    def _start(self, line: dict[str, Any], at_s: float) -> None:
+    def _handle_start_event(self, line: dict[str, Any], at_s: float) -> None:
         if self.report.reported_facts:
             raise ValueError("the event start comes a second time; create one Report per training")
         facts = line["facts"]
@@ -150,14 +150,14 @@ class _ReportReader:
         self.report.reported_facts = facts
         self._clock_s = at_s
 
-    def _step(self, line: dict[str, Any], at_s: float) -> None:
+    def _handle_step_event(self, line: dict[str, Any], at_s: float) -> None:
         if self._clock_s is None:
             raise ValueError(
                 "a step came while the training clock was stopped; call resume() or score() after pause()"
             )
         self.report.samples_per_step.append(_parse_whole_number(line["samples"], "samples", 1))
         if "loss" in line:
-            self._take_losses([line["loss"]])
+            self._add_losses([line["loss"]])
         if self._begins_anew:
             self.report.training_intervals.append([self._clock_s, at_s])
             self._begins_anew = False
@@ -165,19 +165,19 @@ class _ReportReader:
         self.report.step_times_s.append(at_s - self._clock_s)
         self._clock_s = at_s
 
-    def _pause(self, line: dict[str, Any], at_s: float) -> None:
-        self._take_losses(line.get("losses", []))
+    def _handle_pause_event(self, line: dict[str, Any], at_s: float) -> None:
+        self._add_losses(line.get("losses", []))
         if self._clock_s is not None and not self._begins_anew:
             # Until now, the device may have been busy with the last step. So this time belongs to that step.
             self.report.step_times_s[-1] += at_s - self._clock_s
             self.report.training_intervals[-1][1] = at_s
         self._clock_s, self._begins_anew = None, True
 
-    def _resume(self, line: dict[str, Any], at_s: float) -> None:
+    def _handle_resume_event(self, line: dict[str, Any], at_s: float) -> None:
         self._clock_s, self._begins_anew = at_s, True
 
-    def _score(self, line: dict[str, Any], at_s: float) -> None:
-        self._take_losses(line.get("losses", []))
+    def _handle_score_event(self, line: dict[str, Any], at_s: float) -> None:
+        self._add_losses(line.get("losses", []))
         values = {
             key: _parse_number(line[key], key)
             for key in ("score", "test_loss", "error")
@@ -202,7 +202,7 @@ class _ReportReader:
         self._losses = []
         self._clock_s, self._begins_anew = at_s, True
 
-    def _take_losses(self, losses: list[Any]) -> None:
+    def _add_losses(self, losses: list[Any]) -> None:
         if not isinstance(losses, list):
             raise ValueError("losses must be a list of numbers")
         for loss in losses:

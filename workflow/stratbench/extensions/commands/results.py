@@ -20,7 +20,7 @@ from stratbench.telemetry.machine.foreign_processes import find_worker_gpu
 from stratbench.telemetry.machine.node import collect_node_facts
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.timeline import PhaseLog, read_samples
-from stratbench.train.inputs import build_files_entry, build_unbuilt_model_entry
+from stratbench.train.inputs import build_files_entry, build_model_entry_without_worker
 from stratbench.train.job import Job
 
 #: A command counts as hung, and not as slow, if it reported no step for this long before its time limit:
@@ -42,7 +42,7 @@ def store_results(job: Job) -> None:
         return
     write_training_phases(job, report)
     for entry in list_epoch_entries(job.settings, report):
-        job.folder.append_epoch(entry)
+        job.folder.append_epoch_result(entry)
     job.folder.write_worker_result(0, make_worker_result(job, report))
 
 
@@ -52,7 +52,7 @@ def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
     starts = [begin - origin_s for begin, _ in report.training_intervals]
     evaluated_s = sum(
         s.reported_at_s - e
-        for s, e in zip(report.scores, list_last_times_before_scores_s(report), strict=True)
+        for s, e in zip(report.scores, list_evaluation_starts_s(report), strict=True)
     )
     phases = {"build_s": starts[0]}
     if report.scores and not job.settings.steps:
@@ -81,7 +81,7 @@ def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
             "updates_applied": len(report.step_times_s),
         },
         "communication": None,
-        "model": build_unbuilt_model_entry(job)
+        "model": build_model_entry_without_worker(job)
         | {"parameters": report.reported_facts.get("parameters")},
         "provenance": collect_provenance(job, report),
         "told": make_self_reported_entry(report, origin_s),
@@ -108,7 +108,7 @@ def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str
     }
 
 
-def list_last_times_before_scores_s(report: CommandReport) -> list[float]:
+def list_evaluation_starts_s(report: CommandReport) -> list[float]:
     """Return the time at which the evaluation for each score began, in seconds.
 
     It is the end of the last step, or the time of the previous score.
@@ -203,12 +203,12 @@ def make_program_entry(job: Job) -> dict[str, Any]:
     worker = job.folder.read_worker_result(0) or {}
     return {
         **build_files_entry(files),
-        "external": make_external_measurements(job),
+        "external": collect_external_measurements(job),
         "self_reported": worker.get("told"),
     }
 
 
-def make_external_measurements(job: Job) -> dict[str, Any]:
+def collect_external_measurements(job: Job) -> dict[str, Any]:
     """Return measurements of the command's processes on all nodes; a value is None if unknown."""
     ends = read_exit_statuses(job.folder, job.n_nodes)
     processes, gpus = (

@@ -13,9 +13,9 @@ from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
 from stratbench.train.ending import (
     KILLED_FOR_MEMORY,
-    Ending,
+    CellEnding,
     has_oom_kill_since,
-    make_error_or_timeout,
+    make_time_limit_ending,
 )
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import read_training_phases
@@ -43,7 +43,7 @@ class CommandRunner(Runner):
             for n in range(job.n_nodes)
         ]
 
-    def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
+    def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> CellEnding:
         """Store the command's report, and return how the cell ended.
 
         The cell ended out of memory if the command's log says so, or if the kernel killed one of its
@@ -57,26 +57,26 @@ class CommandRunner(Runner):
         results.store_results(job)
         worker = job.folder.read_worker_result(0) or {}
         if worker.get("status") == "diverged":
-            return Ending("diverged", worker["reason"])
+            return CellEnding("diverged", worker["reason"])
         failed = [p for p in exits.processes if p.exit_code not in (0, None)]
         if failed:
             if has_oom_kill_since(kills_before):
                 return KILLED_FOR_MEMORY
             line = find_out_of_memory_line(results.read_last_log_lines(job))
             if line is None:
-                return Ending("error", results.describe_failure(job, exits.processes))
+                return CellEnding("error", results.describe_failure(job, exits.processes))
             if job.folder.read_foreign_processes():
                 reason = (
                     "ran out of memory while other processes used its GPUs: free these, and train it "
                     "again"
                 )
-                return Ending("error", f"the command {reason}; {line.strip()}")
-            return Ending("oom", line.strip())
-        if exits.timed_out:
-            return make_error_or_timeout(job, results.find_hang_reason(job))
+                return CellEnding("error", f"the command {reason}; {line.strip()}")
+            return CellEnding("oom", line.strip())
+        if exits.reached_time_limit:
+            return make_time_limit_ending(job, results.find_hang_reason(job))
         if worker.get("status") != "ok":
-            return Ending("error", worker.get("reason", "the command left no result"))
-        return Ending("ok", None)
+            return CellEnding("error", worker.get("reason", "the command left no result"))
+        return CellEnding("ok", None)
 
     def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         return results.make_program_entry(job)

@@ -78,7 +78,7 @@ def iter_work_differences(row: Row, compared_rows: Sequence[Row]) -> Iterator[st
         if row[own] is None:
             yield f"it does not report its number of {what}"
         elif expected and row[own] not in expected:
-            yield f"it has {row[own]:,} {what}, but compared cells have {_format_values(expected)}"
+            yield f"it has {row[own]:,} {what}, but compared cells have {_join_values_with_or(expected)}"
     yield from iter_score_difference(row, compared_rows)
 
 
@@ -119,7 +119,7 @@ def compute_standard_error(row: Row) -> float:
     return math.sqrt(max(0.0, row["score_final"] * (1 - row["score_final"])) / row["test_samples"])
 
 
-def _format_values(values: set[float]) -> str:
+def _join_values_with_or(values: set[float]) -> str:
     return " or ".join(f"{value:,}" for value in sorted(values))
 
 

@@ -84,7 +84,7 @@ class Command(Strategy):
 
     @classmethod
     def check(cls, name: str, options: dict[str, Any], gpus: int, per_worker_batch: int) -> None:
-        if not get_arguments(options):
+        if not get_command_arguments(options):
             raise ValueError(
                 "it has no command to start; use a variant instead, such as "
                 "mine: {strategy: command, command: [python, train.py]}"
@@ -92,7 +92,7 @@ class Command(Strategy):
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        lacking = {"node", "host"} - set(iter_placeholders(get_arguments(options)))
+        lacking = {"node", "host"} - set(iter_placeholders(get_command_arguments(options)))
         if gpus > per_node and lacking:
             raise ValueError(
                 f"{gpus} workers span several nodes, and the command is started on each node; add "
@@ -107,7 +107,7 @@ class Command(Strategy):
         for key in ("slowdown", "profile"):
             if values[key]:
                 yield f".{key} = {values[key]}: stratbench cannot do this in a user's command"
-        for name in iter_placeholders(get_arguments(options)):
+        for name in iter_placeholders(get_command_arguments(options)):
             if name in GIVEN and values[name] is None:
                 yield f".{name} = null: a command has it as {{{name}}}"
 
@@ -117,11 +117,11 @@ class Command(Strategy):
 
     @classmethod
     def list_user_files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        return find_files_in_arguments(get_arguments(options))
+        return find_files_in_arguments(get_command_arguments(options))
 
     @classmethod
     def iter_unmet_requirements(cls, options: Mapping[str, Any]) -> Iterator[str]:
-        program, *arguments = get_arguments(options) or [""]
+        program, *arguments = get_command_arguments(options) or [""]
         if shutil.which(program) is None:
             yield f"its program {program!r} is not found; install it, or give its path"
         for script in arguments:
@@ -133,7 +133,7 @@ class Command(Strategy):
         return Traits(weight_parts=None, optimizer_parts=None, kept_copies=None)
 
 
-def get_arguments(options: Mapping[str, Any]) -> list[str]:
+def get_command_arguments(options: Mapping[str, Any]) -> list[str]:
     """Return the program and the arguments of a command, with their placeholders.
 
     The list is empty if the options have no command.

@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.train.locks import lock_cell_as_worker
 
 #: Options of prctl(2). The first makes orphaned descendants children of this process. The second kills a
@@ -63,7 +63,7 @@ def main() -> None:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_prepare_child,
+                preexec_fn=_prepare_child_process,
             )
         except OSError as e:
             log.write(f"{args.program[0]}: {e.strerror}\n".encode())
@@ -72,7 +72,7 @@ def main() -> None:
     exit_code = child.wait()
     ended_s = time.monotonic()
     kill_descendants()
-    write_atomic(
+    write_text_atomically(
         args.end,
         json.dumps({"origin_s": args.origin_s} | collect_exit_values(exit_code, begun_s, ended_s)),
     )
@@ -139,7 +139,7 @@ def set_process_attribute(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _prepare_child() -> None:
+def _prepare_child_process() -> None:
     """Prepare the child process before it executes the command.
 
     The child ends with its parent, and handles signals.

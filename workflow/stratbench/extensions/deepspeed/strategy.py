@@ -137,9 +137,9 @@ class DeepSpeed(Counted):
         if worker.world_size == 1:
             return
         if trial.randomly_called_modules:
-            yield refusals.skipped_at_random_reason(trial.randomly_called_modules)
+            yield refusals.module_skipped_at_random_reason(trial.randomly_called_modules)
         elif trial.data_dependent_modules:
-            yield refusals.skipped_by_data_reason(trial.data_dependent_modules)
+            yield refusals.module_skipped_by_data_reason(trial.data_dependent_modules)
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options
@@ -176,7 +176,7 @@ class DeepSpeed(Counted):
         self.engine, self.zero, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.optimizer,
-            config=self.config(worker),
+            config=self.make_cell_engine_config(worker),
             dist_init_required=False,
         )
         del model.to
@@ -190,7 +190,7 @@ class DeepSpeed(Counted):
         self.create_optimizer_states(self.optimizer, self.local)
         self.reset()
 
-    def config(self, worker: base.Worker) -> dict[str, Any]:
+    def make_cell_engine_config(self, worker: base.Worker) -> dict[str, Any]:
         """Return the cell's configuration of DeepSpeed."""
         o = self.options
         groups = [

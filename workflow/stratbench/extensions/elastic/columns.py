@@ -12,14 +12,14 @@ def compute_time_to_result_s(record: Record) -> float | None:
     None for a cell without SLURM, unless the cell is elastic. The total time of an elastic cell includes the
     queue waits of its workers, with and without SLURM.
     """
-    total_s = derived.get_by_path(record, "time.total_s")
+    total_s = derived.get_field_by_path(record, "time.total_s")
     if (
-        derived.get_by_path(record, "elastic") is None
+        derived.get_field_by_path(record, "elastic") is None
         or total_s is None
-        or derived.get_by_path(record, "time.queue_wait_s") is not None
+        or derived.get_field_by_path(record, "time.queue_wait_s") is not None
     ):
         return derived.compute_time_to_result_s(record)
-    return total_s + (derived.get_by_path(record, "restarts.between_s") or 0.0)
+    return total_s + (derived.get_field_by_path(record, "restarts.between_s") or 0.0)
 
 
 # fmt: off

@@ -47,7 +47,9 @@ MAX_FAILED_GENERATIONS = 20
 TRAINING_OVER, ALL_PLACES_TAKEN = "the training is over", "all places are taken; come again later"
 
 
-def reaches_target(score: float | None, target_score: float | None, higher_is_better: bool) -> bool:
+def is_target_score_reached(
+    score: float | None, target_score: float | None, higher_is_better: bool
+) -> bool:
     """Return whether a score reaches the target score. False if one of them is None.
 
     Args:

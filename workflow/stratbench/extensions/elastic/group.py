@@ -65,9 +65,9 @@ class ElasticGroup:
         path = self._folder / f"meeting-{meeting_name}"
         # Only this user may write the file, because a process that can write it could join the group.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
-        before = _list_sockets()
+        before = _list_socket_descriptors()
         self._init_process_group(dist.FileStore(os.fspath(path), num_members), rank, num_members)
-        self._connected = sorted(_list_sockets() - before)
+        self._connected = sorted(_list_socket_descriptors() - before)
         # The file is no longer needed, because all members have connected in their first collective.
         if rank == 0:
             path.unlink(missing_ok=True)
@@ -117,7 +117,7 @@ class ElasticGroup:
                 log.exception("NCCL's operations could not be ended")
 
 
-def broadcast_from_first(tensors: list[Tensor]) -> None:
+def broadcast_from_rank_zero(tensors: list[Tensor]) -> None:
     """Overwrite each member's tensors by those of rank 0."""
     for tensors_of_kind in _iter_tensor_chunks(tensors):
         flat = torch.cat([t.detach().reshape(-1) for t in tensors_of_kind])
@@ -146,7 +146,7 @@ def _iter_tensor_chunks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         yield part
 
 
-def _list_sockets() -> set[int]:
+def _list_socket_descriptors() -> set[int]:
     """Return the file descriptors of this process's sockets."""
     folder = Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")
     numbers = set()

@@ -16,8 +16,12 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.checkpoints import checkpoints
-from stratbench.extensions.elastic.coordinator import Coordinator, reaches_target
-from stratbench.extensions.elastic.jobs.keeper import Backend, NoWorkersError, WorkerJobSupervisor
+from stratbench.extensions.elastic.coordinator import Coordinator, is_target_score_reached
+from stratbench.extensions.elastic.jobs.keeper import (
+    WorkerJobBackend,
+    NoWorkersError,
+    WorkerJobSupervisor,
+)
 from stratbench.extensions.elastic.jobs.local_jobs import LocalJobs
 from stratbench.extensions.elastic.jobs.slurm_jobs import SlurmJobs
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
@@ -29,8 +33,8 @@ from stratbench.telemetry.machine.busy import measure_other_load
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
-from stratbench.train.ending import Ending, make_timeout
-from stratbench.train.forkserver import is_shared_with_same_gpus, run_fork_server
+from stratbench.train.ending import CellEnding, make_timeout_ending
+from stratbench.train.forkserver import is_shared_server_on_same_gpus, run_fork_server
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import is_deadline_over
 from stratbench.workload.tasks import get_task
@@ -76,7 +80,7 @@ def shift_times_to_first_launcher(job: Job) -> Job:
     return replace(job, origin_unix_s=first.origin_unix_s, origin_s=job.origin_s - spent_s)
 
 
-def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> Ending:
+def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -> CellEnding:
     """Train an elastic synchronous cell, and return how it ended.
 
     Args:
@@ -85,10 +89,10 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
         watch: Detects pauses of this machine, which do not count towards the time limit.
     """
     folder, files = job.folder, RunFiles(job.folder)
-    write_worker_files(job)
+    write_worker_input_files(job)
     incarnation = len(files.list_member_history_paths())
     with (
-        open_backend(job, worker_job) as backend,
+        open_worker_job_backend(job, worker_job) as backend,
         _run_coordinator(job, worker_job is not None) as coordinator,
     ):
         try:
@@ -98,11 +102,11 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
                     supervisor.cancel_job_of_lost_worker,
                 )
                 write_history = partial(files.write_member_history, incarnation)
-                ending = _wait_for_end(job, coordinator, supervisor, write_history, watch)
+                ending = _wait_for_training_end(job, coordinator, supervisor, write_history, watch)
                 if ending.status != "error":
                     files.end_marker_path.touch()
                     supervisor.finish()
-                    _wait_for_last_files(coordinator)
+                    _wait_for_last_worker_files(coordinator)
         finally:
             files.write_member_history(incarnation, coordinator.export_member_history())
             # After the end no later launcher resumes the training.
@@ -112,7 +116,7 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
     return ending
 
 
-def write_worker_files(job: Job) -> None:
+def write_worker_input_files(job: Job) -> None:
     """Write the files that worker jobs read: the job, and the cell's secret.
 
     The secret of an earlier launcher remains.
@@ -123,13 +127,13 @@ def write_worker_files(job: Job) -> None:
         write_secret(job.folder.job_secret_path, make_secret())
 
 
-def _wait_for_end(
+def _wait_for_training_end(
     job: Job,
     coordinator: Coordinator,
     supervisor: WorkerJobSupervisor,
     write_history: Callable[[dict[str, Any]], None],
     watch: PauseWatch,
-) -> Ending:
+) -> CellEnding:
     """Wait until the training ends, and return how it ended.
 
     The training also ends at its time limit, and when no worker can continue. `write_history` writes the
@@ -144,34 +148,36 @@ def _wait_for_end(
                 time.monotonic() + KEEP_S,
             )
             write_history(coordinator.export_member_history())
-        if ending := find_ending_by_workers(job.folder, supervisor):
+        if ending := find_ending_caused_by_workers(job.folder, supervisor):
             return ending
         # The wait in SLURM's queue before the first step does not count towards the time limit.
         if limit_s is not None and deadline is None and coordinator.has_training_begun:
             deadline = time.monotonic() + limit_s
         if deadline is not None and is_deadline_over(deadline, watch):
-            return make_timeout(limit_s)
+            return make_timeout_ending(limit_s)
     if coordinator.failure:
-        return Ending("error", coordinator.failure)
+        return CellEnding("error", coordinator.failure)
     diverged = coordinator.get_divergence_reason()
-    return Ending("diverged", diverged) if diverged else Ending("ok", None)
+    return CellEnding("diverged", diverged) if diverged else CellEnding("ok", None)
 
 
-def find_ending_by_workers(folder: RunFolder, supervisor: WorkerJobSupervisor) -> Ending | None:
+def find_ending_caused_by_workers(
+    folder: RunFolder, supervisor: WorkerJobSupervisor
+) -> CellEnding | None:
     """Return how the cell ends because of its workers' results. None if the training continues.
 
     The cell also ends if no worker can be started.
     """
     for result in _iter_worker_results(folder, supervisor):
         if result["status"] in ("oom", "unsupported"):
-            return Ending(result["status"], result["reason"])
+            return CellEnding(result["status"], result["reason"])
     try:
         supervisor.check_can_start_jobs()
     except NoWorkersError as gave_up:
         reasons = (
             r["reason"] for r in _iter_worker_results(folder, supervisor) if r["status"] == "error"
         )
-        return Ending("error", ": ".join([str(gave_up), *list(reasons)[:1]]))
+        return CellEnding("error", ": ".join([str(gave_up), *list(reasons)[:1]]))
     return None
 
 
@@ -184,7 +190,7 @@ def _iter_worker_results(
             yield result
 
 
-def _wait_for_last_files(coordinator: Coordinator) -> None:
+def _wait_for_last_worker_files(coordinator: Coordinator) -> None:
     ends = time.monotonic() + LAST_FILES_S
     while coordinator.num_present_members and time.monotonic() < ends:
         time.sleep(POLL_S / 4)
@@ -197,8 +203,10 @@ def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]
     """
     for step in sorted(checkpoints.list_checkpoint_steps(folder.path), reverse=True):
         try:
-            with checkpoints.delete_if_damaged(folder.path, step):
-                return step, checkpoints.read_checkpoint_facts(folder.path, step).get("epochs", [])
+            with checkpoints.delete_checkpoint_if_damaged(folder.path, step):
+                return step, checkpoints.read_checkpoint_metadata(folder.path, step).get(
+                    "epochs", []
+                )
         except checkpoints.DamagedCheckpoint as error:
             print(error, flush=True)
     return None
@@ -218,7 +226,7 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
         lambda: find_newest_checkpoint(folder),
         len(folder.read_epoch_results()),
         folder.append_epoch_result,
-        lambda score: reaches_target(
+        lambda score: is_target_score_reached(
             score, job.settings.get_extension_keys(Elastic).ends_at, higher_is_better
         ),
     )
@@ -233,15 +241,15 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def open_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[Backend]:
+def open_worker_job_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[WorkerJobBackend]:
     """Open the scheduler of worker jobs: SLURM, or a fork server on this machine."""
     folder = job.folder
-    agent.set_environment(job, on_one_host=worker_job is None)
+    agent.set_process_environment(job, on_one_host=worker_job is None)
     if worker_job is not None:
         folder.write_load_of_other_processes(0, measure_other_load())
         yield SlurmJobs(worker_job, folder, job.cell.path)
         return
-    with run_fork_server(may_share=not job.use_cuda or is_shared_with_same_gpus()) as server:
+    with run_fork_server(may_share=not job.use_cuda or is_shared_server_on_same_gpus()) as server:
         sampler = Sampler(folder.get_samples_path(0), folder.get_pid_list_path(0), job.origin_s)
         try:
             folder.write_load_of_other_processes(0, measure_other_load())

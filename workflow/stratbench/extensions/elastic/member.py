@@ -31,11 +31,11 @@ AGAIN_S = 30.0
 NOBODY_S = 60.0
 
 
-class Over(Exception):
+class WorkerNotNeeded(Exception):
     """The worker has nothing to do: the training is over, or does not admit it."""
 
 
-class CoordinatorLost(Over):
+class CoordinatorLost(WorkerNotNeeded):
     """The coordinator no longer answers, although the training is not over."""
 
 
@@ -77,7 +77,7 @@ class WorkerMembership:
         """
         message = self._messages.get()
         if message["what"] == "over":
-            raise Over("the training is over")
+            raise WorkerNotNeeded("the training is over")
         if message["what"] == "gone":
             raise CoordinatorLost(message["reason"])
         return message
@@ -130,15 +130,15 @@ def join_as_member(
             return WorkerMembership(connection, int(welcome["place"]), break_up_group)
         except JoinRefused as refused:
             if ALL_PLACES_TAKEN not in str(refused):
-                raise Over(str(refused)) from None
+                raise WorkerNotNeeded(str(refused)) from None
             leave_requested.wait(AGAIN_S)
             deadline = time.monotonic() + NOBODY_S
         except (OSError, ValueError, Closed, Silent, ProtocolError) as error:
             if time.monotonic() > deadline:
-                raise Over(
+                raise WorkerNotNeeded(
                     f"worker {worker_number} was not admitted to the training: {error}"
                 ) from None
             time.sleep(0.5)
-    raise Over(
+    raise WorkerNotNeeded(
         f"worker {worker_number} got a signal to leave before it was admitted to the training"
     )

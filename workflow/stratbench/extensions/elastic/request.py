@@ -45,11 +45,11 @@ def request_workers(
     each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
     minutes = compute_job_runtime_min(time_limit_s, cluster, needs.max_time_s)
     minutes += math.ceil(60 * cluster["elastic_wait_h"])
-    request = request_servers(settings, cluster, minutes, needs.servers_mem_mib)
+    request = make_own_job_request(settings, cluster, minutes, needs.servers_mem_mib)
     return replace(request, workers=cell.gpus, worker=each)
 
 
-def request_servers(
+def make_own_job_request(
     settings: Settings, cluster: Mapping[str, Any], runtime_min: int, servers_mem_mib: int
 ) -> JobRequest:
     """Return the resources of an elastic cell's own job, which runs servers and supervises workers.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.run_folder import RunFolder, read_json_if_exists
 
 
@@ -45,11 +45,11 @@ class RunFiles:
     def write_member_history(self, launcher_number: int, history: dict[str, Any]) -> None:
         """Write a launcher's history of members. Launchers of a cell are numbered from 0."""
         path = self.folder.path / f"incarnation{launcher_number}.json"
-        write_atomic(path, json.dumps(history))
+        write_text_atomically(path, json.dumps(history))
 
     def write_unreported_result(self, worker: int, result: dict[str, Any]) -> None:
         """Write the result that a worker could not report, because its launcher had ended."""
-        write_atomic(self.folder.path / f"unheard{worker}.json", json.dumps(result))
+        write_text_atomically(self.folder.path / f"unheard{worker}.json", json.dumps(result))
 
     def read_unreported_result(self, worker: int) -> dict[str, Any] | None:
         """Return the result that a worker could not report to its launcher, if any."""

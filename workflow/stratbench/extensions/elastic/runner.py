@@ -15,14 +15,14 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.elastic import launch, served
 from stratbench.extensions.elastic.accounts import accounts, served_accounts
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
-from stratbench.extensions.servers.cells import has_servers, read_servers
-from stratbench.extensions.servers.figures import make_server_entry, sum_served_run
+from stratbench.extensions.servers.cells import has_servers, read_finished_server_statistics
+from stratbench.extensions.servers.figures import make_server_entry, compute_served_totals
 from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.pauses import PauseWatch
-from stratbench.telemetry.timeline import PhaseInterval, read_phases
+from stratbench.telemetry.timeline import PhaseInterval, read_phase_intervals
 from stratbench.train import efficiency
 from stratbench.train.agent import Exits
-from stratbench.train.ending import Ending
+from stratbench.train.ending import CellEnding
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import write_worker_pauses
 from stratbench.train.running.runner import Runner
@@ -40,7 +40,7 @@ class ElasticRunner(Runner):
         return "elastic" in s.more
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
-        launch.prepare_run_folder(folder, cell, s, prepared.read_meta(data_dir))
+        launch.prepare_run_folder(folder, cell, s, prepared.read_unverified_metadata(data_dir))
 
     @contextmanager
     def reserve_gpus(self, s: Settings, args: argparse.Namespace) -> Iterator[bool]:
@@ -59,7 +59,7 @@ class ElasticRunner(Runner):
             return s.threads or worker_job.cpus
         return super().count_threads(s, workers, args)
 
-    def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, Ending]:
+    def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, CellEnding]:
         job = launch.shift_times_to_first_launcher(job)
         by, watch = served if has_servers(job.settings) else launch, PauseWatch()
         try:
@@ -74,12 +74,12 @@ class ElasticRunner(Runner):
         return list(accounts.read_member_results(job).values())
 
     def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
-        s, servers, per_epoch = job.settings, read_servers(job), self.epochs(job)
+        s, servers, per_epoch = job.settings, read_finished_server_statistics(job), self.epochs(job)
         if not servers:
-            return accounts.sum_member_runs(job, per_epoch)
+            return accounts.compute_training_totals(job, per_epoch)
         samples = get_strategy_class(s.strategy).samples_per_step(s)
-        kept = served_accounts.drop_work_after_end(servers, len(per_epoch))
-        return sum_served_run(workers, kept, samples, per_epoch)
+        kept = served_accounts.drop_server_work_after_end(servers, len(per_epoch))
+        return compute_served_totals(workers, kept, samples, per_epoch)
 
     def build_server_entry(self, job: Job) -> dict[str, Any] | None:
         """Make the record's section `server`, or None for a cell without parameter servers."""
@@ -100,7 +100,7 @@ class ElasticRunner(Runner):
 
         Synchronous workers train from when they have joined a process group.
         """
-        phases = read_phases(job.folder.list_phase_log_paths())
+        phases = read_phase_intervals(job.folder.list_phase_log_paths())
         joined = [
             PhaseInterval(p.rank, "train", p.end_s, math.inf) for p in phases if p.phase == "join"
         ]

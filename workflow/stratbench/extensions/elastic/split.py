@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stratbench.extensions.checkpoints import checkpoints
-from stratbench.extensions.elastic.coordinator import reaches_target
-from stratbench.extensions.elastic.group import ElasticGroup, broadcast_from_first
+from stratbench.extensions.elastic.coordinator import is_target_score_reached
+from stratbench.extensions.elastic.group import ElasticGroup, broadcast_from_rank_zero
 from stratbench.extensions.elastic.keys import Elastic
-from stratbench.extensions.elastic.member import CoordinatorLost, Over, WorkerMembership
+from stratbench.extensions.elastic.member import CoordinatorLost, WorkerNotNeeded, WorkerMembership
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.strategies.base import Worker
 from stratbench.strategies.collective import Collective
@@ -136,7 +136,9 @@ class ElasticSynchronous:
         self._stopped_s: float | None = None
         self._kept_s = time.monotonic()
         # A checkpoint is invalid if the process group broke before, because a GPU may hold wrong values.
-        self._checkpoints = checkpoints.Writer(worker.folder.path, counts=lambda: not group.broken)
+        self._checkpoints = checkpoints.AsyncCheckpointWriter(
+            worker.folder.path, counts=lambda: not group.broken
+        )
         self._initial = strategy.save() if worker.device.type == "cuda" else None
         self._status: tuple[str, str | None] = ("ok", None)
         self._tables = lru_cache(maxsize=1)(
@@ -150,7 +152,7 @@ class ElasticSynchronous:
         """Whether this worker has rank 0 in its current or last generation."""
         return self._rank == 0
 
-    def run(self, memory: MemoryMeter) -> loop.Result:
+    def run(self, memory: MemoryMeter) -> loop.TrainingResult:
         """Train until the training is over or this worker must leave. Return the worker's results.
 
         Raises:
@@ -168,12 +170,12 @@ class ElasticSynchronous:
             print(gone, flush=True)
             if self.is_rank_zero:
                 self._save_state_for_later_members()
-        except Over as over:
+        except WorkerNotNeeded as over:
             print(over, flush=True)
         if not self.generations:
-            raise Over("the training ended before this worker took a training step")
-        return loop.Result(
-            *self._status, self._clock, loop.Progress(None), len(self._clock.step_ms), self._samples,
+            raise WorkerNotNeeded("the training ended before this worker took a training step")
+        return loop.TrainingResult(
+            *self._status, self._clock, loop.EpochProgress(None), len(self._clock.step_ms), self._samples,
             memory.read(),
         )  # fmt: skip
 
@@ -288,11 +290,13 @@ class ElasticSynchronous:
         # If rank 0 is lost while it sends its state, this worker restores its old state.
         with self._phases("join"), self._restore_tensors_on_failure(state):
             if message["load"]:
-                with checkpoints.delete_if_damaged(worker.folder.path, message["step"]):
-                    checkpoints.read_checkpoint_into(worker.folder.path, message["step"], state)
+                with checkpoints.delete_checkpoint_if_damaged(worker.folder.path, message["step"]):
+                    checkpoints.read_checkpoint_into_tensors(
+                        worker.folder.path, message["step"], state
+                    )
             # Wrapping by DDP also broadcasts the weights and buffers of rank 0.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
-            broadcast_from_first(self._list_optimizer_tensors())
+            broadcast_from_rank_zero(self._list_optimizer_tensors())
         self._step = strategy.steps = message["step"]
         batch = worker.settings.global_batch
         self._share = get_batch_share(batch, self._rank, self._world)
@@ -458,7 +462,7 @@ class ElasticSynchronous:
             print(f"epoch {epoch}/{s.epochs}: {self._world} members, {score}", flush=True)
         # The coordinator also ends the training, because it compares the same score with the target.
         target_score = s.get_extension_keys(Elastic).ends_at
-        if reaches_target(evaluated[1], target_score, self._task.better == "higher"):
+        if is_target_score_reached(evaluated[1], target_score, self._task.better == "higher"):
             self._total = self._step
         if not isfinite(evaluated[0]):
             self._status = "diverged", f"the test loss became {evaluated[0]} in epoch {epoch}"

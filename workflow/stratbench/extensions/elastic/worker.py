@@ -26,11 +26,11 @@ from typing import Any
 
 from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.elastic.group import ElasticGroup
-from stratbench.extensions.elastic.member import Over, join_as_member
+from stratbench.extensions.elastic.member import WorkerNotNeeded, join_as_member
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.servers.channel import ATTEMPT_S, ReturningChannel, RunOverError
 from stratbench.extensions.elastic.servers.config import ElasticServerConfig
-from stratbench.extensions.elastic.servers.run import make_run
+from stratbench.extensions.elastic.servers.run import make_elastic_run
 from stratbench.extensions.elastic.split import ElasticSynchronous
 from stratbench.extensions.servers import loop as served_loop
 from stratbench.extensions.servers.cells import has_servers
@@ -56,7 +56,7 @@ def main(job_file: str, worker_number: int, local_rank: int = 0) -> None:
     leave_requested = threading.Event()
     set_event_on_signals((signal.SIGTERM, signal.SIGUSR1), leave_requested)
     job = Job.from_json(Path(job_file).read_text(encoding="utf-8"))
-    agent.set_environment(job, on_one_host=False)
+    agent.set_process_environment(job, on_one_host=False)
     folder = job.folder
     if RunFiles(folder).end_marker_path.exists():
         worker.exit_immediately(0)
@@ -68,7 +68,7 @@ def main(job_file: str, worker_number: int, local_rank: int = 0) -> None:
         else nullcontext(folder.node_local_dir) as local
     ):
         job = replace(job, origin_s=origin_s, folder=replace(folder, node_local_dir=local))
-        code = _train_and_write(job, worker_number, local_rank, leave_requested)
+        code = _train_and_write_results(job, worker_number, local_rank, leave_requested)
     worker.exit_immediately(code)
 
 
@@ -95,19 +95,19 @@ def set_event_on_signals(
     threading.Thread(target=wait_for_signal, daemon=True).start()
 
 
-def _train_and_write(
+def _train_and_write_results(
     job: Job, worker_number: int, local_rank: int, leave_requested: threading.Event
 ) -> int:
     """Train as worker `worker_number`, write the worker's results, and return the exit code."""
     train = train_with_servers if has_servers(job.settings) else train_synchronous
     try:
         result, code = train(job, worker_number, local_rank, leave_requested), 0
-    except (Over, RunOverError, Left, ServerLost) as over:
+    except (WorkerNotNeeded, RunOverError, Left, ServerLost) as over:
         print(over, flush=True)
         return 0
     except Exception as error:
         traceback.print_exc()
-        result, code = worker.describe_worker_error(error)
+        result, code = worker.build_error_result(error)
     job.folder.write_worker_result(worker_number, result)
     return code
 
@@ -185,7 +185,7 @@ def train_with_servers(
             make_server_channel=partial(make_returning_channel, job.folder, leave_requested),
         )  # fmt: skip
     result = served_loop.train_on_tickets(
-        strategy, data, ready.worker, phases, start.log, start.memory, loop.Progress(None)
+        strategy, data, ready.worker, phases, start.log, start.memory, loop.EpochProgress(None)
     )
     measured = worker.build_worker_result(result, start, worker_number)
     worker.add_model_descriptions(measured, ready, strategy, data)
@@ -222,7 +222,7 @@ def serve_parameters(config_json: str, run_dir: str) -> None:
         run_dir: Run folder of the cell.
     """
     config = ElasticServerConfig(**json.loads(config_json))
-    serve_as_process(config, run_dir, partial(run_server, make_run=make_run))
+    serve_as_process(config, run_dir, partial(run_server, make_run=make_elastic_run))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from stratbench.cell.text.words import format_bytes, format_count
 from stratbench.strategies import get_mesh, get_traits
 from stratbench.strategies.mesh import Mesh
 from stratbench.workload.network.models import get_model
-from stratbench.workload.network.registry import FAMILIES, get_metadata
+from stratbench.workload.network.registry import FAMILIES, get_model_metadata
 
 #: Settings that no emitted file contains: the user's trainer has its own model, data and measurement.
 MEASUREMENT_SETTINGS = {
@@ -28,7 +28,7 @@ INSTANCES_OF = "instances of "
 OFF = (None, False, 0, "none")
 
 
-class Choice:
+class ChosenCell:
     """Settings of the cell to emit, and the set of those that the emitted file already contains.
 
     Attributes:
@@ -47,17 +47,17 @@ class Choice:
         self._written = set(MEASUREMENT_SETTINGS)
         self._notes: list[str] = []
 
-    def take_setting(self, key: str) -> Any:
+    def get_setting_to_write(self, key: str) -> Any:
         """Return a setting's value, and mark the setting as contained in the file."""
         self._written.add(key)
         return self._values[key]
 
-    def take_option(self, key: str, default: Any = None) -> Any:
+    def get_option_to_write(self, key: str, default: Any = None) -> Any:
         """Return a strategy option's value or `default`, and mark the option as contained in the file."""
         self._written.add(key)
         return self.options.get(key, default)
 
-    def add_note(self, comment: str, *setting_keys: str) -> None:
+    def add_file_comment(self, comment: str, *setting_keys: str) -> None:
         """Add a comment to the emitted file, as `KEY = VALUE: COMMENT` for the given keys.
 
         Args:
@@ -65,10 +65,10 @@ class Choice:
             setting_keys: Settings or strategy options that the comment is about.
         """
         self._written.update(setting_keys)
-        values = ", ".join(f"{key} = {self._format_value(key)}" for key in setting_keys)
+        values = ", ".join(f"{key} = {self._format_setting_value(key)}" for key in setting_keys)
         self._notes.append(f"{values}: {comment}" if values else comment)
 
-    def _format_value(self, key: str) -> str:
+    def _format_setting_value(self, key: str) -> str:
         value = self.options[key] if key in self.options else self._values[key]
         return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
@@ -77,7 +77,7 @@ class Choice:
         """Comments of the emitted file, including one per setting that the file does not contain."""
         everything: Mapping[str, Any] = self.options | self._values
         left = [
-            f"{key} = {self._format_value(key)}: this file has no name for it"
+            f"{key} = {self._format_setting_value(key)}: this file has no name for it"
             for key, value in everything.items()
             if key not in self._written and (key in self.options or value not in OFF)
         ]
@@ -102,12 +102,15 @@ class Choice:
     @property
     def micro_batch_size(self) -> int:
         """Number of samples in one forward pass of a worker."""
-        return self.take_setting("per_worker_batch") // self.settings.gradient_accumulation_steps
+        return (
+            self.get_setting_to_write("per_worker_batch")
+            // self.settings.gradient_accumulation_steps
+        )
 
     @property
     def total_steps(self) -> int:
         """Number of steps of the whole training."""
-        return self.settings.total_steps(self.record["data"]["train_samples"])
+        return self.settings.count_steps(self.record["data"]["train_samples"])
 
     @property
     def shard_group_size(self) -> int:
@@ -124,7 +127,7 @@ class Choice:
 
         The list is empty if FSDP's groups of modules were formed by size.
         """
-        network = get_metadata(get_model(self.settings))
+        network = get_model_metadata(get_model(self.settings))
         if network.own_model is not None:
             # A model of transformers declares these classes itself, and the record's text lists them.
             rule = self.record["model"].get("own", {}).get("sharding") or ""
@@ -133,7 +136,7 @@ class Choice:
         return [path.partition(":")[2] for path in FAMILIES[network.family].block_classes]
 
     @property
-    def title_comments(self) -> list[str]:
+    def cell_comments(self) -> list[str]:
         """Comments that name the cell and give its measured step time and peak memory."""
         s, time, memory = self.settings, self.record.get("time") or {}, self.record.get("memory")
         lines = [
@@ -151,7 +154,7 @@ class Choice:
         return [*lines, f"measured on {where}: {', '.join(measured)}"] if measured else lines
 
 
-def format_comments(lines: list[str], comment_sign: str = "#") -> str:
+def format_comment_lines(lines: list[str], comment_sign: str = "#") -> str:
     """Return texts as comment lines of at most 110 characters, each with the comment sign."""
     return "".join(
         textwrap.fill(

@@ -12,7 +12,9 @@ from stratbench.extensions.emit.errors import EmitError
 NAME = "EXPERIMENT/STRATEGY/MODEL/Ngpu[/repK]"
 
 
-def find_record(results: Path, study: str | None, cell: str | None) -> record.Record:
+def read_chosen_or_named_record(
+    results: Path, study: str | None, cell: str | None
+) -> record.Record:
     """Read the record of the cell that is named, or else of the one that `decide` chose.
 
     Args:

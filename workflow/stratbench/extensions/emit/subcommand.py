@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.emit.errors import EmitError
 
 
@@ -21,7 +21,9 @@ def add_subcommand(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     from stratbench.extensions.emit.find import NAME
     from stratbench.extensions.emit.table import TARGETS
 
-    emit = add_parser("emit", run_emit, "write a cell as a file for your own trainer", study=False)
+    emit = add_parser(
+        "emit", run_emit_command, "write a cell as a file for your own trainer", study=False
+    )
     emit.add_argument(
         "cell",
         nargs="?",
@@ -49,10 +51,10 @@ def add_subcommand(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
     )
 
 
-def run_emit(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
+def run_emit_command(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
     """Print the emitted file, or write it to `--output`. Return the process's exit code."""
-    from stratbench.extensions.emit.choice import Choice
-    from stratbench.extensions.emit.find import find_record
+    from stratbench.extensions.emit.choice import ChosenCell
+    from stratbench.extensions.emit.find import read_chosen_or_named_record
     from stratbench.extensions.emit.table import format_file_for_target
 
     try:
@@ -61,7 +63,7 @@ def run_emit(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
                 f"unknown arguments: {' '.join(unknown_arguments)}; see stratbench emit --help"
             )
         text = format_file_for_target(
-            Choice(find_record(args.results, args.study, args.cell)), args.to
+            ChosenCell(read_chosen_or_named_record(args.results, args.study, args.cell)), args.to
         )
     except EmitError as error:
         print(f"stratbench emit: {error}", file=sys.stderr)
@@ -69,6 +71,6 @@ def run_emit(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
     if args.output is None:
         print(text, end="")
     else:
-        write_atomic(args.output, text)
+        write_text_atomically(args.output, text)
         print(args.output)
     return 0

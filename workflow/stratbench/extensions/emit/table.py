@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from stratbench.extensions.emit.choice import Choice
+from stratbench.extensions.emit.choice import ChosenCell
 from stratbench.extensions.emit.errors import EmitError
 
 #: Description of the emitted file for each target of `--to`.
@@ -46,19 +46,19 @@ NAMES_IN_TARGETS: dict[str, dict[str, str]] = {
 }
 
 
-def list_supporting_targets(strategy: str) -> list[str]:
+def list_targets_of_strategy(strategy: str) -> list[str]:
     """Return the targets of `--to` that support a strategy."""
     names = NAMES_IN_TARGETS.get(strategy, {})
     return [target for target in TARGETS if target in names or target == "variant"]
 
 
-def format_file_for_target(choice: Choice, target: str) -> str:
+def format_file_for_target(choice: ChosenCell, target: str) -> str:
     """Return the text of the file to emit for a target of `--to`.
 
     Raises:
         EmitError: If the target does not support the strategy; the message names the targets that do.
     """
-    strategy, known = choice.settings.strategy, list_supporting_targets(choice.settings.strategy)
+    strategy, known = choice.settings.strategy, list_targets_of_strategy(choice.settings.strategy)
     if target not in known:
         engine = TARGETS[target].partition(" (")[0]
         raise EmitError(
@@ -70,7 +70,7 @@ def format_file_for_target(choice: Choice, target: str) -> str:
             f"--to {target}: {choice.cell.strategy} trains with workers that are separate jobs "
             "(`elastic: true`), which only stratbench supports; choose --to variant"
         )
-    format_target_file: Callable[[Choice, str], str] = import_module(
+    format_target_file: Callable[[ChosenCell, str], str] = import_module(
         f"stratbench.extensions.emit.targets.{target}"
     ).format_target_file
     return format_target_file(choice, NAMES_IN_TARGETS.get(strategy, {}).get(target, ""))

@@ -37,9 +37,9 @@ class Work:
         self.settings = s = Settings.from_recorded_values(record.read_record(path)["settings"])
         self.rank, network, dtype = rank, models.get_model(s), get_weights_dtype(s.precision)
         shape = models.compute_input_shape(
-            network, tuple(DeviceData.load(Path(data)).meta["shape"])
+            network, tuple(DeviceData.load_prepared_data_set(Path(data)).meta["shape"])
         )
-        self.data = DeviceData.load(
+        self.data = DeviceData.load_prepared_data_set(
             data,
             device,
             shape,
@@ -49,7 +49,7 @@ class Work:
         )
         meta = self.data.meta
         self.task = tasks.get_task(s, shape, meta.get("values", False))
-        self.model = models.build_for_training(
+        self.model = models.build_model_for_training(
             network, meta["classes"], shape, s.seed, device, dtype
         )
         seed_random_generators(s.seed + 1 + rank)
@@ -62,10 +62,10 @@ class Work:
     def batches(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this worker's batches of an epoch, up to the last training step."""
         s, data = self.settings, self.data
-        order, augmentation = data.draw_epoch_tables(s.seed, epoch, s.augment).to_device(
+        order, augmentation = data.draw_order_and_augmentation(s.seed, epoch, s.augment).to_device(
             data.index_device
         )
         steps = len(order) // s.global_batch
         mine = order[: steps * s.global_batch].view(steps, -1, s.per_worker_batch)[:, self.rank]
-        for indices in islice(mine, s.total_steps(data.train_samples) - epoch * steps):
+        for indices in islice(mine, s.count_steps(data.train_samples) - epoch * steps):
             yield data.make_training_batch(indices, augmentation)

@@ -73,7 +73,7 @@ def make_column_label(name: str, unit: str) -> str:
     return words.replace("_", " ")
 
 
-def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
+def get_shown_unit_and_factor(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
     """Return a column's unit on the page, and the factor to this unit.
 
     Scores with different units are shown in the units of the records.
@@ -85,7 +85,7 @@ def get_shown_unit(column: Column, cells: pd.DataFrame) -> tuple[str, float]:
     return next(units, (column.unit, 1.0))
 
 
-def round_value(value: float) -> float | int:
+def round_to_significant_digits(value: float) -> float | int:
     """Round a measured value to six significant digits. Whole numbers are not changed."""
     if float(value).is_integer() and abs(value) < 2**53:
         return int(value)
@@ -103,7 +103,7 @@ def make_natural_sort_key(value: Any) -> tuple[Any, ...]:
     return False, [int(part) if n % 2 else part for n, part in enumerate(parts)]
 
 
-def encode_values(name: str, is_numeric: bool, values: Sequence[Any]) -> Row:
+def encode_column_values(name: str, is_numeric: bool, values: Sequence[Any]) -> Row:
     """Return a column's values for the page's script: the distinct ones with indices, or all.
 
     Distinct values are called levels, and `at` has an index per cell. Columns with levels get a filter. A
@@ -127,9 +127,9 @@ def get_column_values(column: Column, cells: pd.DataFrame) -> list[Any] | None:
     if not series.notna().any():
         return None
     if column.value_kind == "number":
-        by = get_shown_unit(column, cells)[1]
+        by = get_shown_unit_and_factor(column, cells)[1]
         return [
-            None if v is None else round_value(v * by)
+            None if v is None else round_to_significant_digits(v * by)
             for v in list_series_values(series.astype(float))
         ]
     return [None if v is None else str(v) for v in list_series_values(series)]
@@ -140,24 +140,24 @@ def list_series_values(series: pd.Series) -> list[Any]:
     return series.astype(object).where(series.notna(), None).tolist()
 
 
-def iter_column_data(cells: pd.DataFrame) -> Iterator[Row]:
+def iter_page_columns(cells: pd.DataFrame) -> Iterator[Row]:
     """Yield each column of cells.csv that has a value, as the page's script reads it."""
     for column in (SET_COLUMN, *CELL_COLUMNS):
         if column.name not in cells or column.name in NOT_SHOWN or column.value_kind == "json":
             continue
         if (values := get_column_values(column, cells)) is None:
             continue
-        yield make_column_data(
+        yield make_page_column(
             column.name,
             values,
             label=make_column_label(column.name, column.unit),
-            unit=get_shown_unit(column, cells)[0],
+            unit=get_shown_unit_and_factor(column, cells)[0],
             is_numeric=column.value_kind == "number" and column.name not in DISCRETE,
             definition=column.definition,
         )
 
 
-def make_column_data(
+def make_page_column(
     name: str,
     values: Sequence[Any],
     *,
@@ -174,11 +174,11 @@ def make_column_data(
         "heading": f"{label} ({unit})" if unit else label,
         "number": is_numeric,
         "definition": definition,
-        **encode_values(name, is_numeric, values),
+        **encode_column_values(name, is_numeric, values),
     }
 
 
-def iter_audit_column(audit: Row, num_cells: int) -> Iterator[Row]:
+def iter_severity_columns(audit: Row, num_cells: int) -> Iterator[Row]:
     """Yield one column with the severity of each cell's worst audit finding.
 
     An audit without findings has no column.
@@ -190,7 +190,7 @@ def iter_audit_column(audit: Row, num_cells: int) -> Iterator[Row]:
         number: SEVERITIES[min(graded[r] for r in rules)]
         for number, rules in audit["cells"].items()
     }
-    yield make_column_data(
+    yield make_page_column(
         "audit",
         [worst.get(number, "no finding") for number in range(num_cells)],
         label="audit",
@@ -198,7 +198,9 @@ def iter_audit_column(audit: Row, num_cells: int) -> Iterator[Row]:
     )
 
 
-def iter_findings_by_cell(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[list[int]]:
+def iter_finding_indices_per_cell(
+    cells: pd.DataFrame, findings: Sequence[Row]
+) -> Iterator[list[int]]:
     """Yield the indices of the audit's findings on each cell, per row of cells.csv.
 
     A finding that lacks coordinates is on all cells that share its other coordinates. Without any, it is on
@@ -226,7 +228,7 @@ def collect_audit_data(cells: pd.DataFrame, findings: Sequence[Row]) -> Row:
         rules.setdefault((f["rule"], f["severity"], f["affects"], f["explanation"]), len(rules))
         for f in findings
     ]
-    found = zip(cells["status"], iter_findings_by_cell(cells, findings), strict=True)
+    found = zip(cells["status"], iter_finding_indices_per_cell(cells, findings), strict=True)
     by_cell = {
         number: sorted({rule_at[place] for place in places})
         for number, (status, places) in enumerate(found)
@@ -270,16 +272,16 @@ def make_page_data(cells: pd.DataFrame, findings: Sequence[Row] = ()) -> dict[st
     bases = map_base_strategies(cells)
     marks = assign_marks_by_strategy((name, bases.get(name)) for name in cells["strategy"].unique())
     hues = {
-        name: [hue.light_theme_colours[0], hue.dark_theme_colours[0]]
+        name: [hue.full_and_quiet_light_colours[0], hue.full_and_quiet_dark_colours[0]]
         for name, hue in FAMILIES.items()
     }
     audit = collect_audit_data(cells, findings)
     return {
         "cells": len(cells),
-        "columns": [*iter_column_data(cells), *iter_audit_column(audit, len(cells))],
+        "columns": [*iter_page_columns(cells), *iter_severity_columns(audit, len(cells))],
         "coordinates": [name for name in ("set", *COORDINATES[1:]) if name in cells],
         # Each strategy's colour (a pair for light and dark mode) and marker (a shape with a fill).
-        "styles": {name: [hues[m.family], m.standalone_style] for name, m in marks.items()},
+        "styles": {name: [hues[m.family], m.shape_and_filling] for name, m in marks.items()},
         "colours": list(hues.values())[1:],
         "markers": [f"{hue.shape} {fill}" for fill in FILLS for hue in FAMILIES.values()],
         "fills": FILLS,
@@ -305,7 +307,7 @@ def compress_text(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def list_page_controls(data: Row) -> Row:
+def collect_page_controls(data: Row) -> Row:
     """Return the columns that each control of the page's form offers."""
     columns = {c["name"]: c for c in data["columns"]}
     numbers = [c for c in columns.values() if c["number"]]
@@ -322,7 +324,7 @@ def list_page_controls(data: Row) -> Row:
         "looks": {"names": names, "numbers": [c for c in numbers if "levels" in c]},
         "chosen": {"x": "gpus", "y": y["name"], "colour": "strategy",
                    "marker": "set" if "set" in columns else "strategy"},
-        "logarithmic": {"x": False, "y": spans_wide_range(y)},
+        "logarithmic": {"x": False, "y": has_wide_range(y)},
         "filters": [c for c in filters if c["name"] in FIRST],
         "more_filters": [c for c in filters if c["name"] not in FIRST],
         "shown": shown,
@@ -330,14 +332,14 @@ def list_page_controls(data: Row) -> Row:
     }  # fmt: skip
 
 
-def spans_wide_range(column: Row) -> bool:
+def has_wide_range(column: Row) -> bool:
     """Return whether a column needs a logarithmic axis: positive numbers over a wide range."""
     values = column.get("values") or column["levels"]
     known = [v for v in values if isinstance(v, (int, float))]
     return bool(known) and 0 < LOG_FROM * min(known) < max(known)
 
 
-def render_page(
+def render_explore_page(
     data: dict[str, Any], title: str, notices: Sequence[str], report_link: str | None
 ) -> str:
     """Return the interactive page on cells as HTML.
@@ -353,19 +355,19 @@ def render_page(
         "notices": notices,
         "back": report_link,
         "data": compress_text(pages.format_html_safe_json(data)),
-        **list_page_controls(data),
+        **collect_page_controls(data),
         **pages.read_page_script(TEMPLATES / "explore.js"),
     }
     return pages.render_page("explore.html.j2", TEMPLATES, values=values)
 
 
-def make_page(inputs: ReportInput, notices: Sequence[str]) -> str:
+def make_study_page(inputs: ReportInput, notices: Sequence[str]) -> str:
     """Return the page of one study as HTML, with links to files below results/<study>."""
     data = make_page_data(inputs.cells, inputs.findings.to_dict("records"))
     data["files"] = collect_cell_links(inputs.cells, inputs.study_dir, inputs.folder)
-    return render_page(data, str(inputs.cells["study"].iloc[0]), notices, "report.html")
+    return render_explore_page(data, str(inputs.cells["study"].iloc[0]), notices, "report.html")
 
 
 READING = Reading(
-    render_page=make_page, page_file_name="explore.html", page_link_title="Explore the cells"
+    render_page=make_study_page, page_file_name="explore.html", page_link_title="Explore the cells"
 )

@@ -47,18 +47,22 @@ def generate_masked_markov_text(
     hides = vocabulary - 1
     chain = MarkovChain(hides, seed)
 
-    def generate_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
+    def generate_masked_text_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             count = min(CHUNK_SAMPLES, samples - start)
             rng = np.random.default_rng([seed, random_stream, start])
-            yield hide_tokens(chain.draw(rng, count, sequence), hides, rng)
+            yield replace_tokens_by_mask(chain.draw(rng, count, sequence), hides, rng)
 
     return make_generated_source(
-        (train_samples, test_samples), generate_chunks, compute_entropy_between_neighbours(chain)
+        (train_samples, test_samples),
+        generate_masked_text_chunks,
+        compute_entropy_given_neighbours(chain),
     )
 
 
-def hide_tokens(texts: np.ndarray, mask_token: int, rng: np.random.Generator) -> InputsAndTargets:
+def replace_tokens_by_mask(
+    texts: np.ndarray, mask_token: int, rng: np.random.Generator
+) -> InputsAndTargets:
     """Return texts [n, length] in which every seventh token is masked, and the masked tokens.
 
     A hidden token is `mask_token` in the texts, and the other tokens are IGNORED in the second array. The
@@ -74,7 +78,7 @@ def hide_tokens(texts: np.ndarray, mask_token: int, rng: np.random.Generator) ->
     return np.where(hidden, mask_token, texts), np.where(hidden, texts, IGNORED)
 
 
-def compute_entropy_between_neighbours(chain: MarkovChain) -> float:
+def compute_entropy_given_neighbours(chain: MarkovChain) -> float:
     """Return the entropy in nats of a Markov chain's token whose two neighbours are known.
 
     By the chain rule, it is the entropy of the next two tokens, minus that of the second one of these.
@@ -88,7 +92,7 @@ def compute_entropy_between_neighbours(chain: MarkovChain) -> float:
     distinct, where = np.unique(pairs, return_inverse=True)
     summed = np.bincount(where, odds)
     second = -chain.share[distinct // tokens] @ (summed * np.log(np.maximum(summed, 1e-300)))
-    return 2 * chain.entropy() - float(second)
+    return 2 * chain.compute_entropy_rate() - float(second)
 
 
 def generate_labelled_markov_text(
@@ -110,7 +114,9 @@ def generate_labelled_markov_text(
 
     chains = [MarkovChain(vocabulary, seed, number) for number in range(classes)]
 
-    def generate_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
+    def generate_labelled_text_chunks(
+        samples: int, random_stream: int
+    ) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             of = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
             rng = np.random.default_rng([seed, classes + random_stream, start])
@@ -120,11 +126,13 @@ def generate_labelled_markov_text(
             yield text, _make_noisy_labels(of, classes, rng)
 
     return make_generated_source(
-        (train_samples, test_samples), generate_chunks, _compute_min_loss(classes)
+        (train_samples, test_samples),
+        generate_labelled_text_chunks,
+        _compute_min_loss_of_noisy_labels(classes),
     )
 
 
-def generate_tones(
+def generate_tone_waveforms(
     train_samples: int, test_samples: int, classes: int, channels: int, length: int, seed: int
 ) -> Source:
     """Return labelled waveforms [channels, length]: a tone with the class's pitch, plus noise.
@@ -146,7 +154,7 @@ def generate_tones(
     step = (length // 2 - 1) // classes
     angle = 2 * np.pi * np.arange(length) / length
 
-    def generate_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
+    def generate_waveform_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_WAVEFORMS):
             of = np.arange(start, min(start + CHUNK_WAVEFORMS, samples)) % classes
             rng = np.random.default_rng([seed, random_stream, start])
@@ -156,7 +164,9 @@ def generate_tones(
             yield (tone + noise).astype(np.float32), _make_noisy_labels(of, classes, rng)
 
     return make_generated_source(
-        (train_samples, test_samples), generate_chunks, _compute_min_loss(classes)
+        (train_samples, test_samples),
+        generate_waveform_chunks,
+        _compute_min_loss_of_noisy_labels(classes),
     )
 
 
@@ -168,7 +178,7 @@ def _make_noisy_labels(labels: np.ndarray, classes: int, rng: np.random.Generato
     return np.where(rng.random(len(labels)) < LABEL_NOISE, other, labels)
 
 
-def _compute_min_loss(classes: int) -> float:
+def _compute_min_loss_of_noisy_labels(classes: int) -> float:
     """Return the least possible mean loss in nats of a model that predicts noisy labels.
 
     The minimum is the entropy of the label conditional on its class. No model's expected accuracy is higher
@@ -196,7 +206,7 @@ LABELLED = Generator(
     list_min_values=lambda values: {"classes": 2},
 )
 TONES = Generator(
-    generate_tones,
+    generate_tone_waveforms,
     {"train_samples": 2048, "test_samples": 512}
     | {"classes": 8, "channels": 1, "length": 1600, "seed": 0},
     shape_keys=("channels", "length"),

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stratbench.extensions.labelled.generated import hide_tokens
-from stratbench.workload.data.kinds import FileKind, Samples
+from stratbench.extensions.labelled.generated import replace_tokens_by_mask
+from stratbench.workload.data.kinds import FileKind, SampleFileKind
 from stratbench.workload.data.own_files import (
     LabelledSamples,
     SamplesByClass,
-    divide_into_train_and_test,
+    divide_samples_into_train_and_test,
     open_tokenizer,
-    read_tokens,
-    read_utf8,
-    split_text,
+    read_tokens_and_vocabulary_size,
+    read_utf8_file,
+    split_text_into_train_and_test,
 )
 from stratbench.workload.data.sources import DataError, Source, Split
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     #: Number of a row's line in the file, and the row's values by column.
     NumberedRow = tuple[int, dict[str, Any]]
 
-TEXTS = Samples("text")
+TEXTS = SampleFileKind("text")
 #: Number of different tokens if there is no tokenizer. The tokens are then the bytes of UTF-8, and byte 0 is
 #: the padding.
 BYTES = 256
@@ -63,28 +63,30 @@ def read_masked_text_files(
         test_share: Fraction of the tokens, at the end, for the test set.
         seed: Seed of the choice of masked tokens.
     """
-    tokens, size = read_tokens(dataset_name, files, tokenizer)
+    tokens, size = read_tokens_and_vocabulary_size(dataset_name, files, tokenizer)
     opened = open_tokenizer(dataset_name, tokenizer) if tokenizer else None
-    hides = find_special_token(opened, MASK_NAMES, size)
-    parts = split_text(dataset_name, tokens, size, sequence, test_share)
+    hides = find_special_token_number(opened, MASK_NAMES, size)
+    parts = split_text_into_train_and_test(dataset_name, tokens, size, sequence, test_share)
 
-    def make_split(tokens: np.ndarray, random_stream: int) -> Split:
+    def make_masked_split(tokens: np.ndarray, random_stream: int) -> Split:
         import numpy as np
 
         samples = len(tokens) // sequence
         texts = tokens[: samples * sequence].reshape(-1, sequence)
         chunks = (
-            hide_tokens(
+            replace_tokens_by_mask(
                 texts[at : at + _CHUNK], hides, np.random.default_rng([seed, random_stream, at])
             )
             for at in range(0, samples, _CHUNK)
         )
         return Split(samples, chunks)
 
-    return Source(make_split(parts[0], 1), make_split(parts[1], 2), []), max(size, hides + 1)
+    return Source(make_masked_split(parts[0], 1), make_masked_split(parts[1], 2), []), max(
+        size, hides + 1
+    )
 
 
-def find_special_token(tokenizer: Any, token_names: Sequence[str], new_number: int) -> int:
+def find_special_token_number(tokenizer: Any, token_names: Sequence[str], new_number: int) -> int:
     """Return the number of a tokenizer's special token, such as the mask.
 
     Args:
@@ -127,14 +129,14 @@ def read_labelled_texts(
     columns = (text_column, label_column)
     of_test = _read_texts_by_label(dataset_name, [test], columns) if test else None
     by_label = _read_texts_by_label(dataset_name, files, columns), of_test
-    train, test_set, classes = divide_into_train_and_test(
+    train, test_set, classes = divide_samples_into_train_and_test(
         dataset_name, by_label, TEXTS, test_share, seed
     )
     opened = open_tokenizer(dataset_name, tokenizer) if tokenizer else None
     tokens = BYTES
     if opened:
         size = opened.get_vocab_size()
-        fills = find_special_token(opened, PADDING_NAMES, size)
+        fills = find_special_token_number(opened, PADDING_NAMES, size)
         tokens = max(size, fills + 1)
         opened.enable_truncation(sequence)
         opened.enable_padding(length=sequence, pad_id=fills)
@@ -144,13 +146,13 @@ def read_labelled_texts(
             f"tokens; set `vocabulary: {tokens}`"
         )
 
-    def make_split(texts: LabelledSamples) -> Split:
-        return Split(len(texts), _iter_text_chunks(opened, texts, sequence))
+    def make_labelled_split(texts: LabelledSamples) -> Split:
+        return Split(len(texts), _iter_labelled_text_chunks(opened, texts, sequence))
 
-    return Source(make_split(train), make_split(test_set), []), classes
+    return Source(make_labelled_split(train), make_labelled_split(test_set), []), classes
 
 
-def _iter_text_chunks(
+def _iter_labelled_text_chunks(
     tokenizer: Any, texts: LabelledSamples, sequence: int
 ) -> Iterator[InputsAndTargets]:
     import numpy as np
@@ -170,12 +172,14 @@ def _read_texts_by_label(
 ) -> SamplesByClass:
     by_label: SamplesByClass = {}
     for path in files:
-        for text, label in read_columns(dataset_name, path, columns):
+        for text, label in read_table_columns(dataset_name, path, columns):
             by_label.setdefault(label, []).append(text)
     return by_label
 
 
-def read_columns(dataset_name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
+def read_table_columns(
+    dataset_name: str, path: Path, columns: Sequence[str]
+) -> list[tuple[str, ...]]:
     """Return each row of a table file as a tuple of the values in the given columns.
 
     The file is CSV with a header, or JSON Lines.
@@ -213,15 +217,15 @@ def read_columns(dataset_name: str, path: Path, columns: Sequence[str]) -> list[
     return rows
 
 
-def _open_lines(dataset_name: str, path: Path) -> io.StringIO:
+def _open_table_text(dataset_name: str, path: Path) -> io.StringIO:
     """Return the text of a table file, without the byte-order mark that spreadsheets write."""
-    return io.StringIO(read_utf8(dataset_name, path).removeprefix("\ufeff"), newline="")
+    return io.StringIO(read_utf8_file(dataset_name, path).removeprefix("\ufeff"), newline="")
 
 
 def _iter_csv_rows(dataset_name: str, path: Path) -> Iterator[NumberedRow]:
     # A text may be longer than 128 KiB, the default limit.
     csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(_open_lines(dataset_name, path), strict=True)
+    reader = csv.DictReader(_open_table_text(dataset_name, path), strict=True)
     try:
         for row in reader:
             yield reader.line_num, row
@@ -233,7 +237,7 @@ def _iter_csv_rows(dataset_name: str, path: Path) -> Iterator[NumberedRow]:
 
 
 def _iter_json_rows(dataset_name: str, path: Path) -> Iterator[NumberedRow]:
-    for line, text in enumerate(_open_lines(dataset_name, path), 1):
+    for line, text in enumerate(_open_table_text(dataset_name, path), 1):
         if not text.strip():
             continue
         try:
@@ -250,7 +254,7 @@ def _iter_json_rows(dataset_name: str, path: Path) -> Iterator[NumberedRow]:
         yield line, row
 
 
-def _find_row_fault(values: Mapping[str, Any]) -> str | None:
+def _invalid_sequence_reason(values: Mapping[str, Any]) -> str | None:
     if (length := values["sequence"]) >= SHORTEST_MASKED:
         return None
     return f"sequence = {length}: a text with hidden tokens must have at least {SHORTEST_MASKED} tokens"
@@ -261,7 +265,7 @@ MASKED = FileKind(
     {"sequence": 64, "test_share": 0.1, "seed": 0},
     further_file_keys=("tokenizer",),
     task="masked-token",
-    invalid_values_reason=_find_row_fault,
+    invalid_values_reason=_invalid_sequence_reason,
 )
 LABELLED = FileKind(
     read_labelled_texts,

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from stratbench.extensions.labelled.texts import read_columns
-from stratbench.workload.data.kinds import FileKind, Samples
+from stratbench.extensions.labelled.texts import read_table_columns
+from stratbench.workload.data.kinds import FileKind, SampleFileKind
 from stratbench.workload.data.own_files import (
     LabelledSamples,
     SamplesByClass,
-    divide_into_train_and_test,
-    list_class_folders,
+    divide_samples_into_train_and_test,
+    list_train_and_test_files,
     list_sample_files,
 )
 from stratbench.workload.data.sources import DataError, Source, Split
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stratbench.workload.data.kinds import SourceAndClassCount
     from stratbench.workload.data.sources import InputsAndTargets
 
-WAVEFORMS = Samples("waveform", (".wav",))
+WAVEFORMS = SampleFileKind("waveform", (".wav",))
 #: Columns of a user's table that has the label of each WAV file.
 COLUMNS = ("file", "label")
 _CHUNK = 64
@@ -47,23 +47,28 @@ def read_waveform_folder(
         seed: Seed of the division.
     """
     by_label = (_list_files_by_label(dataset_name, folder, labels), None) if labels else None
-    by_class = by_label or list_class_folders(dataset_name, folder, WAVEFORMS)
-    train, test, classes = divide_into_train_and_test(
+    by_class = by_label or list_train_and_test_files(dataset_name, folder, WAVEFORMS)
+    train, test, classes = divide_samples_into_train_and_test(
         dataset_name, by_class, WAVEFORMS, test_share, seed
     )
     first = train[0][0]
-    with _open_wave(dataset_name, first) as file:
+    with _open_wav_file(dataset_name, first) as file:
         rate = file.getframerate()
 
-    def iter_chunks(files: LabelledSamples) -> Iterator[InputsAndTargets]:
+    def iter_waveform_chunks(files: LabelledSamples) -> Iterator[InputsAndTargets]:
         import numpy as np
 
         for start in range(0, len(files), _CHUNK):
             part = files[start : start + _CHUNK]
-            values = [_read_waveform(dataset_name, path, length, rate, first) for path, _ in part]
+            values = [
+                _read_waveform_values(dataset_name, path, length, rate, first) for path, _ in part
+            ]
             yield np.stack(values)[:, None], np.array([label for _, label in part])
 
-    splits = Split(len(train), iter_chunks(train)), Split(len(test), iter_chunks(test))
+    splits = (
+        Split(len(train), iter_waveform_chunks(train)),
+        Split(len(test), iter_waveform_chunks(test)),
+    )
     return Source(*splits, []), classes
 
 
@@ -71,7 +76,7 @@ def _list_files_by_label(dataset_name: str, folder: Path, table: Path) -> Sample
     """Return the WAV files by label, as a user's table states them."""
     files: dict[str, Path] = dict(list_sample_files([folder], WAVEFORMS))
     by_label: SamplesByClass = {}
-    for file, label in read_columns(dataset_name, table, COLUMNS):
+    for file, label in read_table_columns(dataset_name, table, COLUMNS):
         if (path := files.pop(PurePath(file).as_posix(), None)) is None:
             raise DataError(
                 f"data set {dataset_name!r}: {table} names {file!r}, which is not a {WAVEFORMS} in "
@@ -81,7 +86,7 @@ def _list_files_by_label(dataset_name: str, folder: Path, table: Path) -> Sample
     return by_label
 
 
-def _open_wave(dataset_name: str, path: Path) -> wave.Wave_read:
+def _open_wav_file(dataset_name: str, path: Path) -> wave.Wave_read:
     try:
         return wave.open(str(path), "rb")
     except (OSError, wave.Error, EOFError) as error:
@@ -91,7 +96,7 @@ def _open_wave(dataset_name: str, path: Path) -> wave.Wave_read:
         ) from error
 
 
-def _read_waveform(
+def _read_waveform_values(
     dataset_name: str, path: Path, length: int, sample_rate: int, file_with_this_rate: Path
 ) -> np.ndarray:
     """Return the values of a WAV file from -1 to 1, cut or padded to float32 [length].
@@ -105,7 +110,7 @@ def _read_waveform(
     """
     import numpy as np
 
-    with _open_wave(dataset_name, path) as file:
+    with _open_wav_file(dataset_name, path) as file:
         channels, width, own_rate, frames, *_ = file.getparams()
         if width != 2:
             raise DataError(

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from stratbench.workload.torch_internals import get_children
+from stratbench.workload.torch_internals import get_submodules
 from stratbench.workload.users_code import Unsuitable
 
 
-class Scores(nn.Module):
+class ScoresOnlyModel(nn.Module):
     """A model of transformers whose forward returns only the scores.
 
     `scores` is the number of scores per token or sample: the model's vocabulary size or number of labels. It
@@ -52,7 +52,7 @@ def build_network(
     in_channels: int | None = None,
     image_size: int | list[int] | None = None,
     length: int | None = None,
-) -> Scores:
+) -> ScoresOnlyModel:
     """Return a model of transformers for a data set.
 
     Args:
@@ -89,7 +89,7 @@ def build_network(
             number = values.get(key, getattr(kind, key, None))
             if type(number) is int and number >= tokens:
                 values[key] = None
-    if labels := _count_labels(model_class, vocab_size, num_classes):
+    if labels := _get_number_of_labels(model_class, vocab_size, num_classes):
         values = {"num_labels": labels} | values
     if image_size is not None:
         values = {"image_size": image_size, "num_channels": in_channels} | values
@@ -99,9 +99,9 @@ def build_network(
         {key: v for key, v in values.items() if key not in ("dtype", "torch_dtype")}
     )
     data = "texts" if vocab_size else "images" if image_size else "waveforms"
-    _check_data_kind(kind, data)
+    _check_config_suits_data_kind(kind, data)
     if vocab_size is not None:
-        _adapt_to_text(made, values, vocab_size, sequence)
+        _fit_config_to_text(made, values, vocab_size, sequence)
     if not issubclass(model_class, PreTrainedModel):
         if kind not in model_class._model_mapping:
             raise Unsuitable(
@@ -116,12 +116,16 @@ def build_network(
         )
     # The cache of keys and values is for generating text, which a training does not do.
     made.use_cache = False
-    drawn = model_class(made) if weights is None else _load_weights(model_class, made, weights)
+    drawn = (
+        model_class(made)
+        if weights is None
+        else _load_model_with_weights(model_class, made, weights)
+    )
     if lora is not None:
         from peft import LoraConfig, inject_adapter_in_model
 
         drawn = inject_adapter_in_model(LoraConfig(**lora), drawn)
-    return Scores(drawn, made.num_labels if labels else made.vocab_size)
+    return ScoresOnlyModel(drawn, made.num_labels if labels else made.vocab_size)
 
 
 #: Kind of data that a model takes, by the name of its input in transformers.
@@ -133,7 +137,9 @@ _INPUTS = {
 }
 
 
-def _count_labels(model_class: type, vocab_size: int | None, num_classes: int | None) -> int | None:
+def _get_number_of_labels(
+    model_class: type, vocab_size: int | None, num_classes: int | None
+) -> int | None:
     """Return the number of labels that the model scores per sample.
 
     The result is None if the model scores tokens instead of labels.
@@ -141,7 +147,7 @@ def _count_labels(model_class: type, vocab_size: int | None, num_classes: int | 
     return num_classes if vocab_size is None or "ForSequence" in model_class.__name__ else None
 
 
-def _check_data_kind(config_class: type[PreTrainedConfig], data_kind: str) -> None:
+def _check_config_suits_data_kind(config_class: type[PreTrainedConfig], data_kind: str) -> None:
     """Raise Unsuitable if the data are texts or images, but the model's config is not for these."""
     for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
         if data_kind == wanted and not hasattr(config_class, key):
@@ -150,7 +156,7 @@ def _check_data_kind(config_class: type[PreTrainedConfig], data_kind: str) -> No
             )
 
 
-def _adapt_to_text(
+def _fit_config_to_text(
     config: PreTrainedConfig, values: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
     """Increase the config's maximum number of positions to the length of the data set's samples.
@@ -173,7 +179,7 @@ def _adapt_to_text(
         setattr(config, key, sequence)
 
 
-def _load_weights(
+def _load_model_with_weights(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: str
 ) -> PreTrainedModel:
     model, report = model_class.from_pretrained(
@@ -201,7 +207,7 @@ _WORDS = {
 }
 
 
-def tensor_plan(built_model: Scores) -> dict[str, str]:
+def tensor_plan(built_model: ScoresOnlyModel) -> dict[str, str]:
     """Return transformers' tensor plan for the model: how workers divide each module, by path.
 
     Raises:
@@ -239,7 +245,7 @@ def tensor_plan(built_model: Scores) -> dict[str, str]:
     return plan
 
 
-def pipeline_modules(built_model: Scores) -> tuple[Any, ...]:
+def pipeline_modules(built_model: ScoresOnlyModel) -> tuple[Any, ...]:
     """Return the model's forward as a chain of modules, by transformers' pipeline plan.
 
     Raises:
@@ -274,9 +280,9 @@ class _SingleLayer:
         self._layers, self._number, self._after = layers, number, after
         self.__name__ = f"{layers}.{number}"
 
-    def __call__(self, built: Scores, x: Tensor) -> Tensor:
+    def __call__(self, built: ScoresOnlyModel, x: Tensor) -> Tensor:
         base = built.network.base_model
-        children = get_children(base)
+        children = get_submodules(base)
         modules = {key: children[key] for key in (self._layers, *self._after)}
         layers = [_Identity() for _ in modules[self._layers]]
         layers[self._number] = modules[self._layers][self._number]

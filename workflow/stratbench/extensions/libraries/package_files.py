@@ -22,7 +22,7 @@ def missing_package_reason(package: str) -> str:
     return f"the package {package} is not installed here; pip install {package}"
 
 
-def suggest_name(name: str, known_names: Iterable[str]) -> str:
+def format_name_suggestion(name: str, known_names: Iterable[str]) -> str:
     """Return "; did you mean 'NAME'?" for a wrong name, or "" without a similar known name.
 
     The suggestion is the shortest known name that contains all words of `name`, or else the most similar one.
@@ -36,7 +36,7 @@ def suggest_name(name: str, known_names: Iterable[str]) -> str:
     return f"; did you mean {names[0]!r}?" if names else ""
 
 
-def read_classes(file: Path) -> dict[str, ast.ClassDef]:
+def read_class_definitions(file: Path) -> dict[str, ast.ClassDef]:
     """Return the syntax trees of the classes that a Python file defines, by class name."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.extensions.libraries.package_files import (
     find_package_folder,
     missing_package_reason,
-    suggest_name,
+    format_name_suggestion,
 )
 from stratbench.workload.network.libraries import Library
 
@@ -41,12 +41,12 @@ class Timm(Library):
         name = model_entry["kwargs"].get("model_name") if model_entry["call"] == CALL else None
         if not isinstance(name, str):
             return None
-        known = _read_model_names(folder)
+        known = _read_timm_model_names(folder)
         # The part of the name after a dot names the pretrained weights.
         network = name.partition(".")[0]
         if not known or network in known or ":" in name:
             return None
-        return f"timm has no {network!r}{suggest_name(network, known)}"
+        return f"timm has no {network!r}{format_name_suggestion(network, known)}"
 
     def get_entry_task(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return the task of all timm models, which is classification."""
@@ -69,7 +69,7 @@ class Timm(Library):
 
 
 @cache
-def _read_model_names(folder: Path) -> frozenset[str]:
+def _read_timm_model_names(folder: Path) -> frozenset[str]:
     texts = (p.read_text(encoding="utf-8") for p in folder.glob("models/*.py"))
     pattern = re.compile(r"^@register_model\n(?:@.*\n)*def (\w+)", re.M)
     return frozenset(name for text in texts for name in pattern.findall(text))

@@ -16,11 +16,11 @@ from stratbench.extensions.libraries.package_files import (
     find_package_folder,
     iter_config_keys,
     missing_package_reason,
-    read_classes,
-    suggest_name,
+    read_class_definitions,
+    format_name_suggestion,
 )
-from stratbench.workload.data.kinds import Samples
-from stratbench.workload.data.own_files import hash_files
+from stratbench.workload.data.kinds import SampleFileKind
+from stratbench.workload.data.own_files import hash_sample_files
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network.libraries import Library
 
@@ -37,7 +37,7 @@ HEADS = {
     "ForAudioClassification": ("audio-classification",),
     "ForImageClassification": ("classification",),
 }
-WEIGHTS = Samples("file of weights", (".safetensors",))
+WEIGHTS = SampleFileKind("file of weights", (".safetensors",))
 #: Pattern in a file of transformers whose models take waveforms or spectrograms.
 _TAKES_SOUND = re.compile(r"main_input_name = .input_(values|features)")
 
@@ -50,12 +50,12 @@ class Transformers(Library):
     def make_call(self, model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
         """Return the call that builds a model, as a dict with its class, config and arguments."""
         named, arguments = model_entry["transformers"], dict(model_entry.get("arguments", {}))
-        name, config = _resolve_class_and_config(named)
+        name, config = _find_class_name_and_config(named)
         kwargs: dict[str, Any] = {"config": config} if config else {}
         if arguments:
             kwargs["arguments"] = arguments
         if model_entry.get("weights"):
-            kwargs |= _describe_weights(named, hash_cache)
+            kwargs |= _make_weights_arguments(named, hash_cache)
         if model_entry.get("lora"):
             kwargs["lora"] = model_entry["lora"]
         made: dict[str, Any] = {"call": f"transformers:{name}", "kwargs": kwargs}
@@ -70,7 +70,7 @@ class Transformers(Library):
 
     def invalid_call_reason(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return why transformers cannot build the model with its config or adapters, or None."""
-        name = _find_class_of_call(model_entry["call"])
+        name = _get_called_class_name(model_entry["call"])
         if name is None:
             return None
         folder = find_package_folder("transformers")
@@ -78,54 +78,57 @@ class Transformers(Library):
             return missing_package_reason("transformers")
         if name.startswith("Auto"):
             return None
-        file = _find_file_of_class(folder, name)
+        file = _find_class_file(folder, name)
         if file is None:
-            known = _list_classes_with_heads(folder)
-            return f"transformers has no {name!r}{suggest_name(name, known)}"
+            known = _list_names_of_classes_with_heads(folder)
+            return f"transformers has no {name!r}{format_name_suggestion(name, known)}"
         keys = _read_config_keys(folder, file, name)
         for key in model_entry["kwargs"].get("arguments", {}):
             if keys and key not in keys:
-                return f"arguments.{key}: its config has no {key!r}{suggest_name(key, keys)}"
-        return self._find_lora_fault(model_entry)
+                return (
+                    f"arguments.{key}: its config has no {key!r}{format_name_suggestion(key, keys)}"
+                )
+        return self._invalid_lora_reason(model_entry)
 
-    def _find_lora_fault(self, model_entry: Mapping[str, Any]) -> str | None:
+    def _invalid_lora_reason(self, model_entry: Mapping[str, Any]) -> str | None:
         for package in self.list_further_packages(model_entry):
             folder = find_package_folder(package)
             if folder is None:
                 return f"lora: {missing_package_reason(package)}"
             keys: set[str] = set()
             for name in ("config.py", "tuners/lora/config.py"):
-                for class_name, definition in read_classes(folder / name).items():
+                for class_name, definition in read_class_definitions(folder / name).items():
                     if class_name in ("PeftConfigMixin", "PeftConfig", "LoraConfig"):
                         keys |= set(iter_config_keys(definition))
             for key in model_entry["kwargs"]["lora"]:
                 if keys and key not in keys:
-                    return f"lora.{key}: peft's LoraConfig has no {key!r}{suggest_name(key, keys)}"
+                    return f"lora.{key}: peft's LoraConfig has no {key!r}{format_name_suggestion(key, keys)}"
         return None
 
     def list_further_packages(self, model_entry: Mapping[str, Any]) -> list[str]:
         """Return ["peft"] if the model is trained with LoRA adapters, else an empty list."""
         return (
             ["peft"]
-            if _find_class_of_call(model_entry["call"]) and "lora" in model_entry.get("kwargs", {})
+            if _get_called_class_name(model_entry["call"])
+            and "lora" in model_entry.get("kwargs", {})
             else []
         )
 
     def list_head_tasks(self, call: str) -> tuple[str, ...]:
         """Return the tasks that the model class of a call is for, judged by the class name."""
-        name = _find_class_of_call(call) or ""
+        name = _get_called_class_name(call) or ""
         return next((learns for part, learns in HEADS.items() if part in name), ())
 
     def get_entry_task(self, model_entry: Mapping[str, Any]) -> str | None:
         """Return the task that the model class of an entry of `models` is for, or None if unknown."""
         if "transformers" not in model_entry:
             return None
-        name, _ = _resolve_class_and_config(model_entry["transformers"])
+        name, _ = _find_class_name_and_config(model_entry["transformers"])
         learns = self.list_head_tasks(f"transformers:{name}")
         if len(learns) < 2:
             return next(iter(learns), None)
         folder = find_package_folder("transformers")
-        file = folder and _find_file_of_class(folder, name)
+        file = folder and _find_class_file(folder, name)
         takes_sound = file is not None and _TAKES_SOUND.search(file.read_text(encoding="utf-8"))
         return "audio-classification" if takes_sound else "text-classification"
 
@@ -133,7 +136,7 @@ class Transformers(Library):
         """Return the vocabulary size in an entry's arguments or config, or None if neither has it."""
         if "transformers" not in model_entry:
             return None
-        _, config = _resolve_class_and_config(model_entry["transformers"])
+        _, config = _find_class_name_and_config(model_entry["transformers"])
         return (config | (model_entry.get("arguments") or {})).get("vocab_size")
 
     def find_builder(self, called_object: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,13 +146,13 @@ class Transformers(Library):
         return partial(import_module(BUILDER).build_network, called_object)
 
 
-def _find_class_of_call(call: str) -> str | None:
+def _get_called_class_name(call: str) -> str | None:
     """Return the class name in a call such as `transformers:NAME`, or None for other packages."""
     package, _, name = call.partition(":")
     return name if package == "transformers" else None
 
 
-def _resolve_class_and_config(class_or_path: str) -> tuple[str, dict[str, Any]]:
+def _find_class_name_and_config(class_or_path: str) -> tuple[str, dict[str, Any]]:
     """Return the name of a model class, and the config of the model.
 
     Args:
@@ -158,11 +161,11 @@ def _resolve_class_and_config(class_or_path: str) -> tuple[str, dict[str, Any]]:
     path = Path(class_or_path).expanduser()
     if re.fullmatch(r"[A-Za-z]\w*", class_or_path, re.ASCII) and not path.exists():
         return class_or_path, {}
-    config = _read_config(class_or_path, path)
-    return _find_class_of_config(config), config
+    config = _read_config_file(class_or_path, path)
+    return _get_class_name_in_config(config), config
 
 
-def _read_config(class_or_path: str, config_path: Path) -> dict[str, Any]:
+def _read_config_file(class_or_path: str, config_path: Path) -> dict[str, Any]:
     file = config_path / "config.json" if config_path.is_dir() else config_path
     where = f".transformers = {format_wrong_value(class_or_path)}"
     if not file.is_file():
@@ -181,7 +184,7 @@ def _read_config(class_or_path: str, config_path: Path) -> dict[str, Any]:
     return config
 
 
-def _find_class_of_config(config: Mapping[str, Any]) -> str:
+def _get_class_name_in_config(config: Mapping[str, Any]) -> str:
     """Return the name of the model class for a config.
 
     If the config names no class with a head, the result is AutoModelForCausalLM.
@@ -190,7 +193,7 @@ def _find_class_of_config(config: Mapping[str, Any]) -> str:
     return named if re.search(r"For[A-Z]|LMHead", named) else "AutoModelForCausalLM"
 
 
-def _describe_weights(weights_folder: str, hash_cache: Path) -> dict[str, Any]:
+def _make_weights_arguments(weights_folder: str, hash_cache: Path) -> dict[str, Any]:
     """Return the arguments for a model's weights: their folder, and a hash of their files.
 
     Every start of a run needs the hash: files with the size and modification time in `hash_cache` are not
@@ -204,28 +207,30 @@ def _describe_weights(weights_folder: str, hash_cache: Path) -> dict[str, Any]:
             "weights is read; convert them with transformers (save_pretrained), or remove `weights`"
         )
     try:
-        sha256 = hash_files([file.resolve() for file in files], WEIGHTS, hash_cache)
+        sha256 = hash_sample_files([file.resolve() for file in files], WEIGHTS, hash_cache)
     except DataError as unreadable_file_error:
         raise ValueError(f".weights = true: {unreadable_file_error}") from unreadable_file_error
     return {"weights": str(folder.resolve()), "weights_sha256": sha256}
 
 
 @cache
-def _find_file_of_class(package_folder: Path, class_name: str) -> Path | None:
+def _find_class_file(package_folder: Path, class_name: str) -> Path | None:
     """Return the file of transformers that defines a model class, or None.
 
     Files of model families with whose name the class name begins are read first.
     """
 
-    def is_likely(path: Path) -> bool:
+    def is_likely_class_file(path: Path) -> bool:
         return class_name.lower().startswith(path.parent.name.replace("_", ""))
 
-    files = sorted(package_folder.glob("models/*/modeling_*.py"), key=is_likely, reverse=True)
+    files = sorted(
+        package_folder.glob("models/*/modeling_*.py"), key=is_likely_class_file, reverse=True
+    )
     text = f"\nclass {class_name}("
     return next((f for f in files if text in f.read_text(encoding="utf-8")), None)
 
 
-def _list_classes_with_heads(package_folder: Path) -> set[str]:
+def _list_names_of_classes_with_heads(package_folder: Path) -> set[str]:
     auto = package_folder / "models" / "auto" / "modeling_auto.py"
     text = auto.read_text(encoding="utf-8") if auto.is_file() else ""
     return set(re.findall(r'"(\w+(?:For[A-Z]|LMHead)\w*)"', text))
@@ -245,7 +250,7 @@ def _read_config_keys(package_folder: Path, modeling_file: Path, class_name: str
     classes: dict[str, ast.ClassDef] = {}
     for file in (package_folder / "configuration_utils.py", configs):
         if file.is_file():
-            classes |= read_classes(file)
+            classes |= read_class_definitions(file)
     keys, left = {"attn_implementation", "experts_implementation", "num_labels"}, [named[1]]
     while left:
         definition = classes.get(left.pop())

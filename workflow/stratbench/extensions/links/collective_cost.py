@@ -205,7 +205,7 @@ def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 FASTEST = "fastest"
 
 
-def get_named_algorithms(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
+def get_algorithms_by_name(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
     """Return the collective algorithms for which a name in `links.csv` stands.
 
     If there are several, the fastest of them counts.
@@ -273,7 +273,7 @@ class _Fit:
         algorithm: Name of the algorithm, or "fastest".
     """
 
-    rms_log_error: float
+    rms_log_error_of_medians: float
     log_sd: float
     links: Mapping[Level, LinkModel]
     algorithm: str
@@ -290,7 +290,7 @@ def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
     rows = []
     for library, kind in dict.fromkeys((t.library, t.kind) for t in times):
         same_kind = [t for t in times if (t.library, t.kind) == (library, kind)]
-        fit = _find_best_fit(library, kind, same_kind)
+        fit = _fit_links_of_kind(library, kind, same_kind)
         sizes = [t.n_bytes for t in same_kind]
         rows += [
             FittedLink(
@@ -303,22 +303,22 @@ def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
     return rows
 
 
-def _find_best_fit(library: str, kind: str, times: Sequence[CollectiveTime]) -> _Fit:
+def _fit_links_of_kind(library: str, kind: str, times: Sequence[CollectiveTime]) -> _Fit:
     if kind == "push_pull":
-        return _fit_alternately((served,), times, served)
+        return _fit_links_and_algorithms((served,), times, served)
     algorithms = ALGORITHMS[library][kind]
-    fits = [_fit_alternately((a,), times, a) for a in algorithms]
+    fits = [_fit_links_and_algorithms((a,), times, a) for a in algorithms]
     if len(algorithms) > 1:
         fastest = min(
-            (_fit_alternately(algorithms, times, a) for a in algorithms),
-            key=lambda fit: fit.rms_log_error,
+            (_fit_links_and_algorithms(algorithms, times, a) for a in algorithms),
+            key=lambda fit: fit.rms_log_error_of_medians,
         )
-        fits.append(_Fit(fastest.rms_log_error, fastest.log_sd, fastest.links, FASTEST))
-    best = min(fit.rms_log_error for fit in fits)
-    return next(fit for fit in fits if fit.rms_log_error < best + ALIKE)
+        fits.append(_Fit(fastest.rms_log_error_of_medians, fastest.log_sd, fastest.links, FASTEST))
+    best = min(fit.rms_log_error_of_medians for fit in fits)
+    return next(fit for fit in fits if fit.rms_log_error_of_medians < best + ALIKE)
 
 
-def _fit_alternately(
+def _fit_links_and_algorithms(
     algorithms: Sequence[Algorithm], times: Sequence[CollectiveTime], first_algorithm: Algorithm
 ) -> _Fit:
     """Fit the links and choose each tensor's fastest algorithm, alternately.
@@ -338,7 +338,7 @@ def _fit_alternately(
     chosen = [first_algorithm] * len(tensors)
     fits = []
     for _ in range(MAX_TURNS):
-        links = _solve_links(
+        links = _fit_links_to_costs(
             [a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians
         )
         costs = [[(a(*tensor).compute_seconds(links), a) for a in algorithms] for tensor in tensors]
@@ -353,10 +353,10 @@ def _fit_alternately(
         before, chosen = chosen, [a for _, a in fastest]
         if chosen == before:
             break
-    return min(fits, key=lambda fit: fit.rms_log_error)
+    return min(fits, key=lambda fit: fit.rms_log_error_of_medians)
 
 
-def _solve_links(
+def _fit_links_to_costs(
     costs: Sequence[CollectiveCost], measured_s: Sequence[float]
 ) -> dict[Level, LinkModel]:
     """Return the latencies and bandwidths with which the costs best match measured seconds.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.links.collective_cost import CollectiveTime
-from stratbench.extensions.links.processes import TIMEOUT_S, run_in_processes
+from stratbench.extensions.links.processes import TIMEOUT_S, run_calls_in_processes
 from stratbench.extensions.links.timing import Sweep, measure_collectives
 from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.rendezvous import connect_tcp_store
@@ -51,22 +51,25 @@ class LinkGroup:
         return self.nodes * self.workers_per_node
 
     @property
-    def result_path(self) -> Path:
+    def measurements_path(self) -> Path:
         """JSON file to which rank 0 writes the measurements."""
         return Path(self.folder, "result.json")
 
-    def read_result(self) -> MeasuredLinks:
-        result = json.loads(self.result_path.read_text(encoding="utf-8"))
+    def read_measurements(self) -> MeasuredLinks:
+        result = json.loads(self.measurements_path.read_text(encoding="utf-8"))
         return [CollectiveTime(*t) for t in result["times"]], result["kappa"]
 
-    def run_node(self, node_rank: int) -> None:
+    def run_processes_of_node(self, node_rank: int) -> None:
         """Run this group's processes on one node, and wait until all have ended.
 
         Raises:
             RuntimeError: If a process fails.
         """
-        run_in_processes(
-            [(_run_member, (self, node_rank, local)) for local in range(self.workers_per_node)]
+        run_calls_in_processes(
+            [
+                (_run_measuring_process, (self, node_rank, local))
+                for local in range(self.workers_per_node)
+            ]
         )
 
 
@@ -78,8 +81,8 @@ def measure_links_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
     """
     with tempfile.TemporaryDirectory() as folder:
         group = LinkGroup(sweep, on_gpus, folder, 1, max(sweep.workers))
-        group.run_node(0)
-        return group.read_result()
+        group.run_processes_of_node(0)
+        return group.read_measurements()
 
 
 def measure_links_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
@@ -93,54 +96,54 @@ def measure_links_on_nodes(group: LinkGroup, cpus: int) -> MeasuredLinks:
         RuntimeError: If a process fails.
     """
     folder = RunFolder(Path(group.folder))
-    folder.create()
+    folder.create_empty_folder()
     try:
         plan = folder.path / "group.json"
         plan.write_text(json.dumps(asdict(group)), encoding="utf-8")
         ends_s = time.monotonic() + TIMEOUT_S
 
-        def compute_time_left_s() -> float:
+        def compute_s_until_timeout() -> float:
             return ends_s - time.monotonic()
 
         if code := run_module_on_nodes(
-            group.nodes, cpus, __spec__.name, [str(plan)], compute_time_left_s
+            group.nodes, cpus, __spec__.name, [str(plan)], compute_s_until_timeout
         ):
             raise RuntimeError(
                 f"the measurement on {group.nodes} nodes ended with exit code {code}; the output of its "
                 "processes above says why"
             )
-        return group.read_result()
+        return group.read_measurements()
     finally:
         shutil.rmtree(folder.path, ignore_errors=True)
 
 
-def _run_member(group: LinkGroup, node_rank: int, local_rank: int) -> None:
+def _run_measuring_process(group: LinkGroup, node_rank: int, local_rank: int) -> None:
     rank = node_rank * group.workers_per_node + local_rank
     if group.nodes > 1:
         store = connect_tcp_store(RunFolder(Path(group.folder)), rank, group.world_size)
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         store = dist.FileStore(f"{group.folder}/group", group.world_size)
-    times, compute_slowdown = _measure_in_group(
+    times, compute_slowdown = _measure_in_process_group(
         group.sweep, group.on_gpus, local_rank, store=store, rank=rank, world_size=group.world_size
     )
     if rank == 0:
         result = {"times": [astuple(t) for t in times], "kappa": compute_slowdown}
-        group.result_path.write_text(json.dumps(result), encoding="utf-8")
+        group.measurements_path.write_text(json.dumps(result), encoding="utf-8")
 
 
-def measure_links_as_member(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
+def measure_links_in_launched_process(sweep: Sweep, on_gpus: bool) -> MeasuredLinks | None:
     """Measure links in a process that a launcher such as torchrun started.
 
     The result is None unless the process has rank 0.
     """
     rank = int(os.environ["RANK"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    measured = _measure_in_group(sweep, on_gpus, local_rank, init_method="env://")
+    measured = _measure_in_process_group(sweep, on_gpus, local_rank, init_method="env://")
     return measured if rank == 0 else None
 
 
-def _measure_in_group(
+def _measure_in_process_group(
     sweep: Sweep, on_gpus: bool, local_rank: int, **group_arguments: Any
 ) -> MeasuredLinks:
     torch.set_num_threads(1)
@@ -175,7 +178,9 @@ def main() -> int:
     set_gloo_interface()
     plan = json.loads(args.plan.read_text(encoding="utf-8"))
     swept = {k: tuple(v) if isinstance(v, list) else v for k, v in plan["sweep"].items()}
-    LinkGroup(**plan | {"sweep": Sweep(**swept)}).run_node(int(os.environ["SLURM_NODEID"]))
+    LinkGroup(**plan | {"sweep": Sweep(**swept)}).run_processes_of_node(
+        int(os.environ["SLURM_NODEID"])
+    )
     return 0
 
 

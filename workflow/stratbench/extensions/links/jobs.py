@@ -37,13 +37,15 @@ def make_links_request(
         offered_nodes: Nodes that SLURM offers.
     """
 
-    def make_request(nodes: int) -> JobRequest:
+    def make_request_for_nodes(nodes: int) -> JobRequest:
         workers = nodes * cluster["gpus_per_node"]
         full = {replace(c, gpus=workers, repeat=0): study.settings(c) for c in study.cells}
         requests = [build_plain_request(c, s, cluster, LINKS_S) for c, s in full.items()]
         return combine_requests(requests, compute_job_runtime_min(LINKS_S, cluster))
 
-    return make_request(2 if count_fitting_nodes(make_request(2), offered_nodes) > 1 else 1)
+    return make_request_for_nodes(
+        2 if count_fitting_nodes(make_request_for_nodes(2), offered_nodes) > 1 else 1
+    )
 
 
 def make_links_arguments(study: Study, cluster: Mapping[str, Any]) -> list[str]:

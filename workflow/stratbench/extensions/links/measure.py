@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.links.collective_cost import CollectiveTime, FittedLink, fit_links
 from stratbench.extensions.links.group import (
     LinkGroup,
-    measure_links_as_member,
+    measure_links_in_launched_process,
     measure_links_here,
     measure_links_on_nodes,
 )
-from stratbench.extensions.links.servers import measure_servers
+from stratbench.extensions.links.servers import measure_server_exchanges
 from stratbench.extensions.links.timing import KINDS, Sweep
 from stratbench.train.nodes.srun import read_slurm_job_size
 
@@ -64,7 +64,7 @@ def measure_all_collectives(
     Return None in a process that another launcher started, unless it is rank 0.
     """
     if "RANK" in os.environ:
-        return measure_links_as_member(sweep, args.gpus)
+        return measure_links_in_launched_process(sweep, args.gpus)
     times, compute_slowdown = [], math.nan
     nodes, cpus = read_slurm_job_size()
     if args.kinds and nodes > 1:
@@ -79,7 +79,7 @@ def measure_all_collectives(
     elif args.kinds:
         times, compute_slowdown = measure_links_here(sweep, args.gpus)
     if args.servers:
-        times += measure_servers(sweep, args.servers)
+        times += measure_server_exchanges(sweep, args.servers)
     return times, compute_slowdown
 
 
@@ -163,19 +163,20 @@ def write_links(folder: Path, times: Sequence[CollectiveTime], compute_slowdown:
         compute_slowdown: Factor by which computation is slower during a collective.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(
-        folder / "times.csv", _to_csv([f.name for f in fields(CollectiveTime)], map(astuple, times))
+    write_text_atomically(
+        folder / "times.csv",
+        _format_csv([f.name for f in fields(CollectiveTime)], map(astuple, times)),
     )
     rows = []
     for link in fit_links(times):
         slowed = "" if link.kind == "push_pull" else f"{compute_slowdown:.4g}"
         rows.append([*asdict(link).values(), slowed])
-    write_atomic(
-        folder / "links.csv", _to_csv([*(f.name for f in fields(FittedLink)), "kappa"], rows)
+    write_text_atomically(
+        folder / "links.csv", _format_csv([*(f.name for f in fields(FittedLink)), "kappa"], rows)
     )
 
 
-def _to_csv(header: list[str], rows: Iterable[Sequence[Any]]) -> str:
+def _format_csv(header: list[str], rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(header)

@@ -16,7 +16,7 @@ TIMEOUT_S = 1800.0
 ProcessCall = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-def run_in_processes(calls: Sequence[ProcessCall]) -> None:
+def run_calls_in_processes(calls: Sequence[ProcessCall]) -> None:
     """Run each function with its arguments in a process of its own.
 
     The caller waits until all processes have ended.

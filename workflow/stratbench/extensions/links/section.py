@@ -15,9 +15,13 @@ from typing import Any
 
 from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
-from stratbench.cell.files import read_rows
+from stratbench.cell.files import read_csv_rows
 from stratbench.cell.text.words import format_bytes, format_short_time
-from stratbench.extensions.links.collective_cost import LinkLayout, LinkModel, get_named_algorithms
+from stratbench.extensions.links.collective_cost import (
+    LinkLayout,
+    LinkModel,
+    get_algorithms_by_name,
+)
 
 TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
 
@@ -29,11 +33,11 @@ TRUSTED_SD = 0.35
 
 def make_links_sections(inputs: ReportInput) -> Iterator[Section]:
     """Yield the report's section on links, if links were measured."""
-    if links := make_section_values(inputs.study_dir / "links"):
+    if links := make_links_section_values(inputs.study_dir / "links"):
         yield Section("links", render_section(TEMPLATE, links=links), "Links")
 
 
-def make_section_values(folder: Path) -> dict[str, Any] | None:
+def make_links_section_values(folder: Path) -> dict[str, Any] | None:
     """Return the values of the section on links, or None if none were measured.
 
     Raises:
@@ -42,10 +46,10 @@ def make_section_values(folder: Path) -> dict[str, Any] | None:
     if not (folder / "links.csv").exists() or not (folder / "times.csv").exists():
         return None
     try:
-        links, times = read_rows(folder / "links.csv"), read_rows(folder / "times.csv")
+        links, times = read_csv_rows(folder / "links.csv"), read_csv_rows(folder / "times.csv")
         kinds = list(dict.fromkeys((r["library"], r["kind"]) for r in links))
         return {
-            "rows": [_make_table_row(r) for r in links],
+            "rows": [_make_link_table_row(r) for r in links],
             "charts": [_draw_collective_times(*kind, links, times) for kind in kinds],
             "kappa": next((f"{float(r['kappa']):.2f}" for r in links if r["kappa"]), ""),
         }
@@ -55,7 +59,7 @@ def make_section_values(folder: Path) -> dict[str, Any] | None:
         ) from error
 
 
-def _make_table_row(link: dict[str, str]) -> dict[str, Any]:
+def _make_link_table_row(link: dict[str, str]) -> dict[str, Any]:
     rate, knee, log_sd = (float(link[name]) for name in ("bytes_per_s", "knee_bytes", "log_sd"))
     return {
         "name": _describe_collective(link["library"], link["kind"]),
@@ -95,7 +99,7 @@ def _draw_collective_times(
         if (t["library"], t["kind"]) == (library, kind):
             at = measured.setdefault((int(t["workers"]), int(t["nodes"])), {})
             at.setdefault(int(t["n_bytes"]), []).append(float(t["seconds"]))
-    algorithms = get_named_algorithms(fitted[0]["algorithm"], library, kind)
+    algorithms = get_algorithms_by_name(fitted[0]["algorithm"], library, kind)
     series = []
     for i, ((workers, nodes), points) in enumerate(sorted(measured.items())):
         layout = LinkLayout(workers, nodes)
@@ -141,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        section = make_section_values(args.folder)
+        section = make_links_section_values(args.folder)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

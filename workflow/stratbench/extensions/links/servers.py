@@ -20,7 +20,7 @@ from stratbench.extensions.links.collective_cost import CollectiveTime
 from stratbench.extensions.links.processes import (
     TIMEOUT_S,
     make_forkserver_context,
-    run_in_processes,
+    run_calls_in_processes,
 )
 from stratbench.extensions.links.timing import Sweep
 from stratbench.extensions.servers.ps.client import Channel
@@ -64,13 +64,13 @@ class PushMeasurement:
         )
 
 
-def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[CollectiveTime]:
+def measure_server_exchanges(sweep: Sweep, transports: Sequence[str]) -> list[CollectiveTime]:
     """Measure the seconds between two pushes of the same worker, for all sizes of weights.
 
     The workers do not compute. One server on this machine serves them. The same processes measure all sizes,
     worker counts and transports (`tcp`, `shm`), one after the other.
     """
-    sizes = [s for s in sweep.list_sizes_bytes() if s >= SMALLEST_SERVED_BYTES] or [
+    sizes = [s for s in sweep.list_tensor_sizes_bytes() if s >= SMALLEST_SERVED_BYTES] or [
         SMALLEST_SERVED_BYTES
     ]
     counts = sorted({1, *sweep.workers})
@@ -84,20 +84,24 @@ def measure_servers(sweep: Sweep, transports: Sequence[str]) -> list[CollectiveT
         secret, most = os.urandom(32), max(counts)
         together = make_forkserver_context().Barrier(most + 1)
         work: list[tuple[Any, tuple[Any, ...]]] = [
-            (_run_pusher, (measurements, w, secret, folder, together)) for w in range(most)
+            (_run_pushing_worker, (measurements, w, secret, folder, together)) for w in range(most)
         ]
-        run_in_processes([(_run_server, (measurements, secret, folder, together)), *work])
+        run_calls_in_processes(
+            [(_run_server_per_measurement, (measurements, secret, folder, together)), *work]
+        )
         ends = [
             json.loads(Path(folder, f"{w}.json").read_text(encoding="utf-8")) for w in range(most)
         ]
     return [
         CollectiveTime(f"servers-{m.transport}", "push_pull", m.workers, 1, m.n_bytes, m.repeat,
-             _compute_push_s(m, [times[i] for times in ends[: m.workers]]))
+             _compute_s_per_push(m, [times[i] for times in ends[: m.workers]]))
         for i, m in enumerate(measurements)
     ]  # fmt: skip
 
 
-def _compute_push_s(measurement: PushMeasurement, push_ends_s: Sequence[Sequence[float]]) -> float:
+def _compute_s_per_push(
+    measurement: PushMeasurement, push_ends_s: Sequence[Sequence[float]]
+) -> float:
     """Return the seconds between two pushes of the same worker, while all workers push.
 
     Args:
@@ -115,7 +119,7 @@ def _compute_push_s(measurement: PushMeasurement, push_ends_s: Sequence[Sequence
     return measurement.workers * (stop - start) / done
 
 
-def _run_server(
+def _run_server_per_measurement(
     measurements: Sequence[PushMeasurement], secret: bytes, folder: str, barrier: Barrier
 ) -> None:
     rounds = measurements[-1].repeat + 1
@@ -126,7 +130,7 @@ def _run_server(
         run_server(m.make_server_config(f"{folder}/{i}"), secret)
 
 
-def _run_pusher(
+def _run_pushing_worker(
     measurements: Sequence[PushMeasurement],
     worker_rank: int,
     secret: bytes,

@@ -37,7 +37,7 @@ class Sweep:
     repeats: int
     collective_kinds: tuple[str, ...] = KINDS
 
-    def list_sizes_bytes(self) -> list[int]:
+    def list_tensor_sizes_bytes(self) -> list[int]:
         """Return the sizes of the tensors to exchange, in bytes.
 
         The sizes go from 1 KiB in factors of four up to the largest.
@@ -56,12 +56,12 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
     # SLURM may run several of its nodes on one host. The name of the SLURM node therefore comes before the
     # host's.
     dist.all_gather_object(nodes, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in _list_rank_groups(sweep, nodes)}
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in _list_timed_rank_groups(sweep, nodes)}
     cells = [
         (k, ranks, size)
         for k in sweep.collective_kinds
         for ranks in groups
-        for size in sweep.list_sizes_bytes()
+        for size in sweep.list_tensor_sizes_bytes()
     ]
     times: list[CollectiveTime] = []
     for number in range(-1, sweep.repeats):  # round -1 connects and warms up; its times are dropped
@@ -83,7 +83,7 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[Collec
     return times, measure_compute_slowdown(sweep, groups[tuple(range(max(sweep.workers)))], device)
 
 
-def _list_rank_groups(sweep: Sweep, node_names: Sequence[str]) -> list[tuple[int, ...]]:
+def _list_timed_rank_groups(sweep: Sweep, node_names: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the groups of ranks in which collectives are timed.
 
     Args:
@@ -105,11 +105,11 @@ def _time_collective(
     call = _make_collective_call(kind, ranks, n_bytes, group, device)
     calls = max(1, min(MAX_CALLS, CALLS_BYTES // n_bytes))
     dist.barrier(group=group)
-    _synchronise(device)
+    _synchronise_device(device)
     began = time.perf_counter()
     for _ in range(calls):
         call()
-    _synchronise(device)
+    _synchronise_device(device)
     took_s = (time.perf_counter() - began) / calls
     return took_s / 2 if kind == "send" else took_s
 
@@ -135,11 +135,11 @@ def _make_collective_call(
         case "broadcast":
             return lambda: dist.broadcast(whole, 0, group=group)
         case "send":
-            return lambda: _send_and_return(whole, ranks[-1], group)
+            return lambda: _send_to_last_rank_and_back(whole, ranks[-1], group)
     raise ValueError(f"unknown kind of collective {kind!r}, expected one of {', '.join(KINDS)}")
 
 
-def _send_and_return(tensor: Tensor, last_rank: int, group: dist.ProcessGroup) -> None:
+def _send_to_last_rank_and_back(tensor: Tensor, last_rank: int, group: dist.ProcessGroup) -> None:
     """Send a tensor from rank 0 to the last rank and back.
 
     No other rank takes part.
@@ -153,7 +153,7 @@ def _send_and_return(tensor: Tensor, last_rank: int, group: dist.ProcessGroup) -
         dist.send(tensor, 0, group=group)
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronise_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -174,37 +174,41 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
     matrix = torch.ones(MATRIX, MATRIX, device=device)
     tensor = torch.ones(sweep.largest_bytes // 4, device=device)
 
-    def compute_products(num_products: int) -> None:
+    def multiply_matrices(num_products: int) -> None:
         for _ in range(num_products):
             torch.mm(matrix, matrix)
 
     ratios = []
     for _ in range(sweep.repeats + 1):
         dist.barrier(group=group)
-        _synchronise(device)
+        _synchronise_device(device)
         began = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        _synchronise(device)
+        _synchronise_device(device)
         collective_s = time.perf_counter() - began
         count = 1
-        while (alone_s := _time_work(compute_products, count, device)) < collective_s / 4:
+        while (
+            alone_s := _time_matrix_products(multiply_matrices, count, device)
+        ) < collective_s / 4:
             count *= 2
         counts = torch.tensor([count], device=device)
         # All ranks compute the smallest number of products, so that none computes longer than the collective
         # runs.
         dist.all_reduce(counts, dist.ReduceOp.MIN, group=group)
         count = int(counts.item())
-        alone_s = _time_work(compute_products, count, device)
+        alone_s = _time_matrix_products(multiply_matrices, count, device)
         dist.barrier(group=group)
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        ratios.append(_time_work(compute_products, count, device, work.is_completed) / alone_s)
+        ratios.append(
+            _time_matrix_products(multiply_matrices, count, device, work.is_completed) / alone_s
+        )
         work.wait()
-        _synchronise(device)
+        _synchronise_device(device)
     ratios = sorted(r for r in ratios[1:] if math.isfinite(r))
     return max(1.0, ratios[len(ratios) // 2]) if ratios else math.nan
 
 
-def _time_work(
+def _time_matrix_products(
     multiply: Callable[[int], None],
     num_products: int,
     device: torch.device,

@@ -96,7 +96,7 @@ class Local(collective.Collective):
         """Exchange weights with other workers, if an exchange is due after `self.steps` steps."""
         raise NotImplementedError
 
-    def is_due(self, period: int, start: int = 0) -> bool:
+    def is_exchange_due(self, period: int, start: int = 0) -> bool:
         """Return whether workers exchange their weights after the present step.
 
         They do so every `period` steps from step `start` on, and after the last step of the training.
@@ -164,7 +164,7 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     import torch
 
-    from stratbench.workload.flat import compute_flat_offsets, copy_into_flat
+    from stratbench.workload.flat import compute_flat_offsets_and_length, copy_into_flat_tensor
 
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
@@ -172,10 +172,10 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     flats = []
     with torch.no_grad():
         for dtype, group in by_dtype.items():
-            starts, numel = compute_flat_offsets(group)
+            starts, numel = compute_flat_offsets_and_length(group)
             flat = torch.zeros(numel, dtype=dtype, device=group[0].device)
             for t, start in zip(group, starts, strict=True):
-                t.data = copy_into_flat(t.data, flat, start)
+                t.data = copy_into_flat_tensor(t.data, flat, start)
             flats.append(flat)
     return flats
 

@@ -73,7 +73,7 @@ class DiLoCo(Local):
         return [*self.outer, *self.momenta]
 
     def exchange_weights(self) -> None:
-        if not self.is_due(self.options.inner_steps):
+        if not self.is_exchange_due(self.options.inner_steps):
             return
         self.average_tensors(self.exchanged_tensors)
         lr, mu = self.options.outer_lr, self.options.outer_momentum

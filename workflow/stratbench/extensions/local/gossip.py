@@ -47,7 +47,7 @@ class Gossip(Local):
         rank, workers = worker.rank, worker.world_size
         self.neighbours = sorted({(rank - 1) % workers, (rank + 1) % workers} - {rank})
         largest: dict[torch.dtype, Tensor] = {}
-        for chunk in split_into_chunks(self.exchanged_tensors):
+        for chunk in split_tensors_into_chunks(self.exchanged_tensors):
             largest[chunk.dtype] = max(largest.get(chunk.dtype, chunk), chunk, key=len)
         self.received = {
             dtype: [torch.empty_like(chunk) for _ in self.neighbours]
@@ -61,7 +61,7 @@ class Gossip(Local):
     def exchange_weights(self) -> None:
         import torch.distributed as dist
 
-        for chunk in split_into_chunks(self.exchanged_tensors) if self.neighbours else ():
+        for chunk in split_tensors_into_chunks(self.exchanged_tensors) if self.neighbours else ():
             received = [t[: chunk.numel()] for t in self.received[chunk.dtype]]
             sends = [dist.P2POp(dist.isend, chunk, rank) for rank in self.neighbours]
             receives = [
@@ -76,6 +76,6 @@ class Gossip(Local):
             self.sent_bytes += len(sends) * chunk.nbytes
 
 
-def split_into_chunks(flats: list[Tensor]) -> list[Tensor]:
+def split_tensors_into_chunks(flats: list[Tensor]) -> list[Tensor]:
     """Return views of flat tensors with at most CHUNK_BYTES bytes each."""
     return [chunk for flat in flats for chunk in flat.split(CHUNK_BYTES // flat.element_size())]

@@ -64,5 +64,5 @@ class LocalSGD(Local):
     def exchange_weights(self) -> None:
         if self.steps <= self.options.start:
             self.average_tensors(self.statistics)
-        elif self.is_due(self.options.period, self.options.start):
+        elif self.is_exchange_due(self.options.period, self.options.start):
             self.average_tensors(self.exchanged_tensors)

@@ -15,13 +15,13 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.columns import read_cells
-from stratbench.analysis.records.findings import read_audit
+from stratbench.analysis.records.findings import read_audit_findings
 from stratbench.analysis.records.groups import Repeats
 from stratbench.analysis.tables.summary import read_summary
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.paper import published
 from stratbench.extensions.paper.claims import judge_claims
-from stratbench.extensions.paper.numbered import write_numbered_tables
+from stratbench.extensions.paper.numbered import write_paper_tables
 
 #: For each published measure: its column in cells.csv, and the factor from this column's unit to the paper's.
 PUBLISHED_MEASURES = {
@@ -86,11 +86,13 @@ def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataF
         cells: Rows of cells.csv.
         findings: Rows of audit.csv.
     """
-    groups = Repeats(cells[published.mask_counterparts(cells)], findings.to_dict("records"))
+    groups = Repeats(cells[published.mask_cells_in_paper(cells)], findings.to_dict("records"))
     rows = []
     for group, repeats in groups.ok.items():
         for measure, (column, scale) in PUBLISHED_MEASURES.items():
-            median = groups.compute_median(group, column, "time" if scale == 1.0 else "score")
+            median = groups.compute_median_of_repeats(
+                group, column, "time" if scale == 1.0 else "score"
+            )
             if median is not None:
                 place = (repeats["dataset"].iloc[0], group.model, group.strategy, group.gpus)
                 rows.append((measure, *place, scale * median, group.experiment))
@@ -142,14 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tables-out",
         type=Path,
         required=True,
-        help="folder to write the paper's tables 3 to 8 to, filled with our values",
+        help="folder to write, with the paper's tables 3 to 8 and our values in them",
     )
     args = parser.parse_args(argv)
-    cells, findings = read_cells(args.cells), read_audit(args.audit)
+    cells, findings = read_cells(args.cells), read_audit_findings(args.audit)
     beside_ours, judged = compare_published_cells(cells, findings), judge_claims(cells, findings)
-    write_atomic(args.cells_out, beside_ours.to_csv(index=False))
-    write_atomic(args.claims_out, judged.to_csv(index=False))
-    write_numbered_tables(cells, read_summary(args.summary), args.tables_out)
+    write_text_atomically(args.cells_out, beside_ours.to_csv(index=False))
+    write_text_atomically(args.claims_out, judged.to_csv(index=False))
+    write_paper_tables(cells, read_summary(args.summary), args.tables_out)
     counts = ", ".join(f"{n} {name}" for name, n in judged["holds"].value_counts().items())
     print(
         f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"

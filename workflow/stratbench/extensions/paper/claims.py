@@ -12,7 +12,7 @@ import pandas as pd
 from stratbench.analysis.records.groups import GROUP, Repeats
 from stratbench.extensions.audit.audit import audit_cells
 from stratbench.extensions.paper import published
-from stratbench.extensions.paper.metrics import METRICS, ClaimFigure, ClaimMetric
+from stratbench.extensions.paper.metrics import METRICS, ClaimValue, ClaimMetric
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
 
 CLAIM_COLUMNS = (
@@ -22,7 +22,7 @@ CLAIM_COLUMNS = (
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "cannot be said from these records"
 
 
-def add_intervals(values: Sequence[ClaimFigure]) -> list[ClaimFigure]:
+def add_intervals_to_ratios(values: Sequence[ClaimValue]) -> list[ClaimValue]:
     """Return the values of a claim, with confidence intervals for those that are ratios.
 
     A claim fails if one of its values fails. So all intervals hold together with 95 % confidence. The
@@ -32,17 +32,17 @@ def add_intervals(values: Sequence[ClaimFigure]) -> list[ClaimFigure]:
     ratios = iter(
         compute_paired_ratios(
             [value.paired_values for value in paired],
-            [value.has_servers for value in paired],
+            [value.uses_servers for value in paired],
             len(paired),
         )
     )
     return [
-        value if value.paired_values is None else value.with_interval(next(ratios))
+        value if value.paired_values is None else value.copy_with_interval(next(ratios))
         for value in values
     ]
 
 
-def judge_figures(values: Sequence[ClaimFigure], lowest: float, highest: float) -> str:
+def judge_claim_values(values: Sequence[ClaimValue], lowest: float, highest: float) -> str:
     """Return whether a claim holds: HOLDS, FAILS or UNKNOWN.
 
     A claim holds if the intervals of all its values are within its limits. It fails if an interval is
@@ -66,27 +66,27 @@ def judge_figures(values: Sequence[ClaimFigure], lowest: float, highest: float) 
     return HOLDS if is_inside else UNKNOWN
 
 
-def describe_figures(values: Sequence[ClaimFigure]) -> str:
+def describe_claim_values(values: Sequence[ClaimValue]) -> str:
     """Return the lowest and the highest value of a claim as text, with their cells."""
     if not values:
         return ""
     least, most = (pick(values, key=lambda v: v.value) for pick in (min, max))
     if len(values) == 1:
-        return f"{describe_figure(least)} ({least.label})"
+        return f"{describe_claim_value(least)} ({least.label})"
     return (
-        f"{describe_figure(least)} ({least.label}) to {describe_figure(most)} ({most.label}), "
+        f"{describe_claim_value(least)} ({least.label}) to {describe_claim_value(most)} ({most.label}), "
         f"{len(values)} values"
     )
 
 
-def describe_single_repeats(values: Sequence[ClaimFigure]) -> str:
+def describe_values_from_one_repeat(values: Sequence[ClaimValue]) -> str:
     """Return a remark if values come from a single repeat, else an empty text."""
     single = sum(value.low is None and value.range_kind != "exact" for value in values)
     which = "" if len(values) == 1 else "all " if single == len(values) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
 
 
-def describe_figure(value: ClaimFigure) -> str:
+def describe_claim_value(value: ClaimValue) -> str:
     """Return a value as text, with its interval, range or bound.
 
     The forms are `1.23 [1.10, 1.31]` for an interval, `1.23 (1.10 to 1.31)` for a range, and `at least 1.23`
@@ -97,16 +97,18 @@ def describe_figure(value: ClaimFigure) -> str:
             return f"{'at most' if np.isfinite(value.high) else 'at least'} {value.value:.2f}"
         case "range" if value.low is not None:
             return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"
-    return IntervalEstimate(value.value, value.low, value.high).format_text("{:.2f}".format)
+    return IntervalEstimate(value.value, value.low, value.high).format_value_and_interval(
+        "{:.2f}".format
+    )
 
 
-def concerns_model(claim: dict[str, Any], value: ClaimFigure) -> bool:
+def is_value_of_claimed_model(claim: dict[str, Any], value: ClaimValue) -> bool:
     """Return whether a value is of the model that the claim names. Most claims are about every model."""
     return pd.isna(claim["model"]) or claim["model"] in value.label
 
 
 @cache
-def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
+def read_printed_and_trusted_groups(version: str) -> tuple[Repeats, Repeats]:
     """Return the cells of the paper's tables: all cells, and those with credible values.
 
     A time that is printed for two cells is not credible. The audit finds such times.
@@ -114,12 +116,12 @@ def read_published_groups(version: str) -> tuple[Repeats, Repeats]:
     Args:
         version: Version of the paper, such as `v1`.
     """
-    cells = published.make_cells_of_version(version)
+    cells = published.make_cells_from_paper(version)
     copied = [f for f in audit_cells(cells) if f["rule"] == "same-value-twice"]
     return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
 
 
-def describe_weak_figures(metric: ClaimMetric, claim: dict[str, Any]) -> str:
+def describe_weak_published_values(metric: ClaimMetric, claim: dict[str, Any]) -> str:
     """Return a text on the published values that are weak evidence for a claim.
 
     A value is weak if it is computed from a time that is printed for two cells, or from a time limit.
@@ -129,8 +131,8 @@ def describe_weak_figures(metric: ClaimMetric, claim: dict[str, Any]) -> str:
         claim: Row of claims.csv.
     """
     printed, credible = (
-        {v.label: v for v in metric(groups) if concerns_model(claim, v)}
-        for groups in read_published_groups(claim["version"])
+        {v.label: v for v in metric(groups) if is_value_of_claimed_model(claim, v)}
+        for groups in read_printed_and_trusted_groups(claim["version"])
     )
     parts = []
     if lost := [label for label in printed if label not in credible]:
@@ -151,31 +153,36 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
         cells: Rows of cells.csv.
         findings: Rows of audit.csv.
     """
-    is_ours = published.mask_counterparts(cells)
+    is_ours = published.mask_cells_in_paper(cells)
     listed = findings.to_dict("records")
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
     # All printed values count, even if the audit finds them wrong, because the claim is about these.
-    own = {version: read_published_groups(version)[0] for version in ("v1", "v2")}
+    own = {version: read_printed_and_trusted_groups(version)[0] for version in ("v1", "v2")}
     notes = published.read_explanations().set_index("about").to_dict("index")
     rows = []
     for claim in published.read_published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
         on_gpus, elsewhere, theirs = (
-            add_intervals([value for value in metric(groups) if concerns_model(claim, value)])
+            add_intervals_to_ratios(
+                [value for value in metric(groups) if is_value_of_claimed_model(claim, value)]
+            )
             for groups in (ours, others, own[claim["version"]])
         )
         limits = (claim["low"], claim["high"])
-        agrees, theirs_agree = judge_figures(on_gpus, *limits), judge_figures(theirs, *limits)
+        agrees, theirs_agree = (
+            judge_claim_values(on_gpus, *limits),
+            judge_claim_values(theirs, *limits),
+        )
         note = notes.get(claim["id"])
-        in_the_paper = f"{theirs_agree}: {describe_figures(theirs)}" if theirs else ""
-        if rest := describe_weak_figures(metric, claim) if theirs else "":
+        in_the_paper = f"{theirs_agree}: {describe_claim_values(theirs)}" if theirs else ""
+        if rest := describe_weak_published_values(metric, claim) if theirs else "":
             in_the_paper += f" ({rest})"
         if theirs_agree == HOLDS and note:
             in_the_paper += f". But: {note['explanation']}"
         texts = {
             "holds": agrees,
-            "figures": describe_figures(on_gpus) + describe_single_repeats(on_gpus),
-            "elsewhere": describe_figures(elsewhere),
+            "figures": describe_claim_values(on_gpus) + describe_values_from_one_repeat(on_gpus),
+            "elsewhere": describe_claim_values(elsewhere),
             "in_the_paper": in_the_paper,
         }
         rows.append(claim | texts | (note if note and agrees == FAILS else {}))

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from stratbench.analysis.records.groups import Group, Repeats
-from stratbench.statistics.intervals import IntervalEstimate, compute_mean_ratio
+from stratbench.statistics.intervals import IntervalEstimate, compute_geometric_mean_ratio
 
 #: Name in claims.csv of the metric on memory.
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
@@ -21,7 +21,7 @@ VGG16_SIZE_METRICS = {
 
 
 @dataclass(frozen=True)
-class ClaimFigure:
+class ClaimValue:
     """A value of a claim's metric, with its cells and its interval or range."""
 
     #: Name of the cells, such as `vgg16 on 4`.
@@ -36,25 +36,25 @@ class ClaimFigure:
     #: Values of two groups, paired by repeat, from which an interval is computed; shape [2, repeats].
     paired_values: np.ndarray | None = None
     #: Converts the mean ratio of the paired values to `value`.
-    scale_ratio: Callable[[float], float] = float
+    convert_ratio: Callable[[float], float] = float
     #: Whether a group trains with parameter servers.
-    has_servers: bool = False
+    uses_servers: bool = False
 
-    def with_interval(self, ratio: IntervalEstimate) -> ClaimFigure:
+    def copy_with_interval(self, ratio: IntervalEstimate) -> ClaimValue:
         """Return a copy with the interval of a ratio. Without an interval, return this value itself."""
         if ratio.low is None:
             return self
-        low, high = sorted(map(self.scale_ratio, ratio[1:]))
+        low, high = sorted(map(self.convert_ratio, ratio[1:]))
         return replace(self, low=low, high=high)
 
 
 #: A function from the groups of all cells to the values of a claim.
-ClaimMetric = Callable[[Repeats], Iterator[ClaimFigure]]
+ClaimMetric = Callable[[Repeats], Iterator[ClaimValue]]
 #: A function from a group to the two groups whose ratio is computed; None if the group has no such pair.
 PairSelector = Callable[[Group], tuple[Group, Group] | None]
 
 
-def make_ratio_figure(
+def compute_ratio_of_groups(
     groups: Repeats,
     numerator: Group,
     denominator: Group,
@@ -62,7 +62,7 @@ def make_ratio_figure(
     concerns: str,
     cells_label: str,
     convert_ratio: Callable[[float], float] = float,
-) -> ClaimFigure | None:
+) -> ClaimValue | None:
     """Return the mean ratio of the values of two groups, over their common repeats.
 
     A group is all repeats of a cell. The ratio is a bound if one of the groups reached its time limit. The
@@ -77,33 +77,33 @@ def make_ratio_figure(
         cells_label: Name of the cells.
         convert_ratio: Converts the ratio to the claim's unit.
     """
-    pair = groups.read_common_values((numerator, denominator), column, concerns)
+    pair = groups.read_values_of_common_repeats((numerator, denominator), column, concerns)
     if pair.size:
-        served = groups.has_servers((numerator, denominator))
-        return ClaimFigure(
+        served = groups.has_parameter_servers((numerator, denominator))
+        return ClaimValue(
             cells_label,
-            convert_ratio(compute_mean_ratio(*pair)),
+            convert_ratio(compute_geometric_mean_ratio(*pair)),
             paired_values=pair,
-            scale_ratio=convert_ratio,
-            has_servers=served,
+            convert_ratio=convert_ratio,
+            uses_servers=served,
         )
     if column != "train_time_s":
         return None
     for stopped, ended, upward in ((numerator, denominator, True), (denominator, numerator, False)):
-        least_s = estimate_least_time_s(groups, stopped, ended)
-        ended_s = groups.compute_median(ended, column, concerns)
+        least_s = estimate_min_train_time_s(groups, stopped, ended)
+        ended_s = groups.compute_median_of_repeats(ended, column, concerns)
         if least_s is None or least_s <= 0 or ended_s is None:
             continue
         ratio = least_s / ended_s
         ends = (ratio, np.inf) if upward else (0.0, 1 / ratio)
         low, high = sorted(convert_ratio(end) for end in ends)
-        return ClaimFigure(
+        return ClaimValue(
             cells_label, convert_ratio(ratio if upward else 1 / ratio), low, high, "bound"
         )
     return None
 
 
-def find_time_limit_s(groups: Repeats, group: Group) -> float | None:
+def find_reached_time_limit_s(groups: Repeats, group: Group) -> float | None:
     """Return a group's time limit in seconds if the group reached the limit, else None."""
     if group in groups.ok or group not in groups.all:
         return None
@@ -112,7 +112,7 @@ def find_time_limit_s(groups: Repeats, group: Group) -> float | None:
     return float(limits.min()) if len(limits) else None
 
 
-def estimate_least_time_s(groups: Repeats, group: Group, finished: Group) -> float | None:
+def estimate_min_train_time_s(groups: Repeats, group: Group, finished: Group) -> float | None:
     """Return the lowest possible training time in seconds of a group that reached its time limit.
 
     It is the limit without the time for start-up and evaluation, which is estimated from another group.
@@ -122,7 +122,7 @@ def estimate_least_time_s(groups: Repeats, group: Group, finished: Group) -> flo
         group: Group that reached its time limit.
         finished: Group whose training finished.
     """
-    limit = find_time_limit_s(groups, group)
+    limit = find_reached_time_limit_s(groups, group)
     if limit is None or finished not in groups.ok:
         return None
     rest = groups.ok[finished][["setup_s", "data_s", "warmup_s", "eval_s"]].median().sum()
@@ -146,22 +146,24 @@ def make_ratio_metric(
         scale: Converts a ratio to the claim's unit, given the group's number of GPUs.
     """
 
-    def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
-        limited = (group for group in groups.all if find_time_limit_s(groups, group) is not None)
+    def iter_ratios(groups: Repeats) -> Iterator[ClaimValue]:
+        limited = (
+            group for group in groups.all if find_reached_time_limit_s(groups, group) is not None
+        )
         for group in (*groups.ok, *limited):
             if (pair := select_pair(group)) is None:
                 continue
-            value = make_ratio_figure(
+            value = compute_ratio_of_groups(
                 groups, *pair, column, concerns, label.format(**group._asdict()),
                 lambda ratio, gpus=group.gpus: scale(ratio, gpus),
             )  # fmt: skip
             if value is not None:
                 yield value
 
-    return iter_figures
+    return iter_ratios
 
 
-def make_pair_selector(numerator_strategy: str, denominator_strategy: str) -> PairSelector:
+def make_strategy_pair_selector(numerator_strategy: str, denominator_strategy: str) -> PairSelector:
     """Return a function that pairs a group of one strategy with the same group of another strategy.
 
     The function returns both groups, or None for a group of any other strategy.
@@ -171,34 +173,34 @@ def make_pair_selector(numerator_strategy: str, denominator_strategy: str) -> Pa
         denominator_strategy: Strategy of the second group.
     """
     return lambda group: (
-        (group, group.with_strategy(denominator_strategy))
+        (group, group.replace_strategy(denominator_strategy))
         if group.strategy == numerator_strategy
         else None
     )
 
 
-def make_points_metric(strategy: str, reference_strategy: str) -> ClaimMetric:
+def make_accuracy_difference_metric(strategy: str, reference_strategy: str) -> ClaimMetric:
     """Return a metric: the accuracy of a strategy minus that of a reference strategy.
 
     A difference is in percentage points, and between cells of the same model and number of GPUs. Its range
     is from the lowest to the highest difference of the repeats.
     """
 
-    def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
+    def iter_accuracy_differences(groups: Repeats) -> Iterator[ClaimValue]:
         for group in groups.ok:
             for rival in (
-                iter_counterparts(groups, group, reference_strategy)
+                iter_groups_with_same_work(groups, group, reference_strategy)
                 if group.strategy == strategy
                 else ()
             ):
-                pair = groups.read_common_values((group, rival), "score_final", "score")
+                pair = groups.read_values_of_common_repeats((group, rival), "score_final", "score")
                 if pair.size:
-                    yield make_median_figure(group, 100 * (pair[0] - pair[1]))
+                    yield compute_median_over_repeats(group, 100 * (pair[0] - pair[1]))
 
-    return iter_figures
+    return iter_accuracy_differences
 
 
-def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
+def iter_recovered_accuracy_shares(groups: Repeats) -> Iterator[ClaimValue]:
     """Yield the share of the lost accuracy that the strategy ps-async-modified recovers.
 
     The loss is the accuracy of ps-sync minus that of ps-async. A share is the median over the repeats that
@@ -207,22 +209,27 @@ def iter_recovered_shares(groups: Repeats) -> Iterator[ClaimFigure]:
     for group in groups.ok:
         if group.strategy != "ps-async-modified":
             continue
-        others = [next(iter_counterparts(groups, group, n), None) for n in ("ps-sync", "ps-async")]
+        others = [
+            next(iter_groups_with_same_work(groups, group, n), None)
+            for n in ("ps-sync", "ps-async")
+        ]
         if None in others:
             continue
-        sync, lossy, mine = groups.read_common_values((*others, group), "score_final", "score")
+        sync, lossy, mine = groups.read_values_of_common_repeats(
+            (*others, group), "score_final", "score"
+        )
         shares = (mine - lossy)[sync > lossy] / (sync - lossy)[sync > lossy]
         if shares.size:
-            yield make_median_figure(group, shares)
+            yield compute_median_over_repeats(group, shares)
 
 
-def make_median_figure(group: Group, values: np.ndarray) -> ClaimFigure:
+def compute_median_over_repeats(group: Group, values: np.ndarray) -> ClaimValue:
     """Return the median of the values of a group's repeats, with their range if there are several."""
     ends = (float(values.min()), float(values.max())) if values.size > 1 else (None, None)
-    return ClaimFigure(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
+    return ClaimValue(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 
 
-def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
+def iter_groups_with_same_work(groups: Repeats, group: Group, strategy: str) -> Iterator[Group]:
     """Yield the groups of another strategy with the same model, number of GPUs and work.
 
     Args:
@@ -232,11 +239,11 @@ def iter_counterparts(groups: Repeats, group: Group, strategy: str) -> Iterator[
     """
     for experiment in dict.fromkeys(other.experiment for other in groups.ok):
         other = group._replace(experiment=experiment, strategy=strategy)
-        if other in groups.ok and did_same_work(groups, group, other):
+        if other in groups.ok and has_same_work(groups, group, other):
             yield other
 
 
-def did_same_work(groups: Repeats, one: Group, other: Group) -> bool:
+def has_same_work(groups: Repeats, one: Group, other: Group) -> bool:
     """Return whether two groups have the same data set, epochs, global batch and precision.
 
     Args:
@@ -249,17 +256,17 @@ def did_same_work(groups: Repeats, one: Group, other: Group) -> bool:
     return bool((first == second).all())
 
 
-def make_vgg16_metric(factor: float) -> ClaimMetric:
+def make_vgg16_size_metric(factor: float) -> ClaimMetric:
     """Return a metric: the number of parameters of our VGG16, times `factor`."""
 
-    def iter_figures(groups: Repeats) -> Iterator[ClaimFigure]:
+    def iter_vgg16_sizes(groups: Repeats) -> Iterator[ClaimValue]:
         for (_, _, model, _), rows in groups.ok.items():
             counts = rows["model_parameters"].dropna()
             if model == "vgg16" and len(counts):
-                yield ClaimFigure("vgg16", float(counts.iloc[0]) * factor, range_kind="exact")
+                yield ClaimValue("vgg16", float(counts.iloc[0]) * factor, range_kind="exact")
                 return
 
-    return iter_figures
+    return iter_vgg16_sizes
 
 
 #: Name of the cells of a value, as a format string, for metrics of any strategy.
@@ -268,32 +275,35 @@ _ANY_STRATEGY_LABEL = "{strategy}, {model} on {gpus}"
 METRICS: dict[str, ClaimMetric] = {
     MEMORY_RATIO: make_ratio_metric(
         # On one GPU, FSDP shards nothing, so that it needs as much memory as DDP.
-        lambda group: make_pair_selector("ddp", "fsdp")(group) if group.gpus > 1 else None,
+        lambda group: make_strategy_pair_selector("ddp", "fsdp")(group) if group.gpus > 1 else None,
         column="peak_memory_bytes",
         concerns="memory",
     ),
-    "training time of fsdp / of ddp": make_ratio_metric(make_pair_selector("fsdp", "ddp")),
+    "training time of fsdp / of ddp": make_ratio_metric(make_strategy_pair_selector("fsdp", "ddp")),
     "time saved by ps-async against ps-sync (%)": make_ratio_metric(
-        make_pair_selector("ps-async", "ps-sync"), scale=lambda ratio, gpus: 100 * (1 - ratio)
+        make_strategy_pair_selector("ps-async", "ps-sync"),
+        scale=lambda ratio, gpus: 100 * (1 - ratio),
     ),
-    "accuracy of ps-sync - of ps-async (points)": make_points_metric("ps-sync", "ps-async"),
-    "share of the lost accuracy that ps-async-modified recovers": iter_recovered_shares,
+    "accuracy of ps-sync - of ps-async (points)": make_accuracy_difference_metric(
+        "ps-sync", "ps-async"
+    ),
+    "share of the lost accuracy that ps-async-modified recovers": iter_recovered_accuracy_shares,
     "speedup at N workers / N": make_ratio_metric(
-        lambda group: (group.with_gpus(1), group) if group.gpus > 1 else None,
+        lambda group: (group.replace_gpus(1), group) if group.gpus > 1 else None,
         _ANY_STRATEGY_LABEL,
         scale=lambda ratio, gpus: ratio / gpus,
     ),
     "time at 2 GPUs / time at 4 GPUs": make_ratio_metric(
         lambda group: (
-            (group, group.with_gpus(4))
+            (group, group.replace_gpus(4))
             if (group.strategy, group.gpus) == ("ps-async-modified", 2)
             else None
         ),
         "{model}",
     ),
     "training time of any strategy / of ddp": make_ratio_metric(
-        lambda group: (group, group.with_strategy("ddp")) if group.strategy != "ddp" else None,
+        lambda group: (group, group.replace_strategy("ddp")) if group.strategy != "ddp" else None,
         _ANY_STRATEGY_LABEL,
     ),
-    **{name: make_vgg16_metric(scale) for name, scale in VGG16_SIZE_METRICS.items()},
+    **{name: make_vgg16_size_metric(scale) for name, scale in VGG16_SIZE_METRICS.items()},
 }

@@ -18,16 +18,16 @@ from stratbench.analysis.records.groups import map_base_strategies
 from stratbench.analysis.records.measures import (
     NO_CELL,
     Measure,
-    append_audit_dagger,
+    append_dagger_if_flagged,
     format_number,
-    list_measures_by_experiment,
+    map_measures_by_experiment,
 )
 from stratbench.analysis.tables.tables import describe_worker_devices, write_table
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 
 
 @dataclass(frozen=True)
-class NumberedTable:
+class PaperTable:
     """One of the paper's tables 3 to 7: its strategies (with their variants) and its measures."""
 
     name: str
@@ -35,24 +35,24 @@ class NumberedTable:
     strategies: tuple[str, ...]
     measures: tuple[str, ...]
     #: Whether the table has only the largest worker count of each experiment.
-    largest_count_only: bool = False
+    has_only_largest_worker_count: bool = False
 
 
 # fmt: off
 TABLES = {
     t.name: t
     for t in (
-        NumberedTable("table_3", "Training time of DDP and FSDP (s)", ("ddp", "fsdp"), ("training_time",)),
-        NumberedTable("table_4", "Test score of the synchronous and the asynchronous server",
+        PaperTable("table_3", "Training time of DDP and FSDP (s)", ("ddp", "fsdp"), ("training_time",)),
+        PaperTable("table_4", "Test score of the synchronous and the asynchronous server",
             ("ps-sync", "ps-async"), ("score",)),
-        NumberedTable("table_5", "Training time of the synchronous and the asynchronous server (s)",
+        PaperTable("table_5", "Training time of the synchronous and the asynchronous server (s)",
             ("ps-sync", "ps-async"), ("training_time",)),
-        NumberedTable("table_6",
+        PaperTable("table_6",
             "Training time of the synchronous and the modified asynchronous server (s)",
             ("ps-sync", "ps-async-modified"), ("training_time",)),
-        NumberedTable("table_7", "Standard, modified and staleness-mitigated asynchronous server",
+        PaperTable("table_7", "Standard, modified and staleness-mitigated asynchronous server",
             ("ps-async", "ps-async-modified", "ps-dana", "ps-ormo", "ps-preview"),
-            ("score", "training_time"), largest_count_only=True),
+            ("score", "training_time"), has_only_largest_worker_count=True),
     )
 }
 # fmt: on
@@ -73,11 +73,11 @@ TABLE_8_HEADINGS = {
 }
 
 
-def make_numbered_table(
+def make_paper_table(
     summary: pd.DataFrame,
     base_strategies: dict[str, str],
     measures: dict[str, dict[str, Measure]],
-    table: NumberedTable,
+    table: PaperTable,
 ) -> pd.DataFrame:
     """Return one of tables 3 to 7 from the rows of summary.csv.
 
@@ -92,13 +92,13 @@ def make_numbered_table(
     """
     rows = summary[summary["measure"].isin(table.measures)]
     rows = rows[[base_strategies.get(name, name) in table.strategies for name in rows["strategy"]]]
-    if table.largest_count_only and len(rows):
+    if table.has_only_largest_worker_count and len(rows):
         rows = rows[rows["gpus"] == rows.groupby("experiment")["gpus"].transform("max")]
     counts = sorted(rows["gpus"].unique())
     lines = []
     keys = ["experiment", "strategy", "model", "measure"]
     for key, line in rows.groupby(keys, sort=False):
-        by_count = {row.gpus: format_as_in_paper(row) for row in line.itertuples()}
+        by_count = {row.gpus: format_summary_row(row) for row in line.itertuples()}
         cells = {f"{n} workers": by_count.get(n, NO_CELL) for n in counts}
         place = dict(zip(keys, key, strict=True)) | {
             "measure": measures[str(key[0])][key[3]].heading
@@ -108,7 +108,7 @@ def make_numbered_table(
     return pd.DataFrame(lines, columns=columns)
 
 
-def format_as_in_paper(summary_row: object) -> str:
+def format_summary_row(summary_row: object) -> str:
     """Return the value of a row of summary.csv as text, as the paper prints it.
 
     A value that the audit doubts gets a dagger.
@@ -116,7 +116,7 @@ def format_as_in_paper(summary_row: object) -> str:
     """
     is_limit = summary_row.text.startswith(">")
     text = summary_row.text.replace(" s", "") if is_limit else summary_row.text
-    return append_audit_dagger(text, summary_row.flags)
+    return append_dagger_if_flagged(text, summary_row.flags)
 
 
 def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
@@ -129,7 +129,7 @@ def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
         cells: Rows of cells.csv.
         summary: Rows of summary.csv.
     """
-    lines, measures = [], list_measures_by_experiment(cells)
+    lines, measures = [], map_measures_by_experiment(cells)
     most = summary.groupby(["experiment", "strategy"], sort=False)["gpus"].transform("max")
     largest = summary[summary["gpus"] == most]
     for (experiment, strategy), rows in largest.groupby(["experiment", "strategy"], sort=False):
@@ -145,7 +145,7 @@ def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
                     "strategy": strategy,
                     "workers": workers,
                     "property": quality,
-                    "text": describe_range(
+                    "text": format_value_range(
                         [row["value"] for row in known], measures[str(experiment)][measure]
                     ),
                     "models": len(known),
@@ -159,7 +159,7 @@ def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def describe_range(values: list[float], measure: Measure) -> str:
+def format_value_range(values: list[float], measure: Measure) -> str:
     """Return the range of a measure's values as text, such as `1.2 to 1.5 x`.
 
     If both ends have the same text, the range is one number.
@@ -170,7 +170,7 @@ def describe_range(values: list[float], measure: Measure) -> str:
     return f"{ends[0] if ends[0] == ends[1] else ' to '.join(ends)} {measure.unit}".rstrip()
 
 
-def widen_table_8(table_8: pd.DataFrame) -> pd.DataFrame:
+def pivot_table_8(table_8: pd.DataFrame) -> pd.DataFrame:
     """Return table 8 with a row per strategy, and a column per measure.
 
     Args:
@@ -179,7 +179,7 @@ def widen_table_8(table_8: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for (experiment, strategy), rows in table_8.groupby(["experiment", "strategy"], sort=False):
         texts = {
-            row.property: append_audit_dagger(row.text, row.flags) for row in rows.itertuples()
+            row.property: append_dagger_if_flagged(row.text, row.flags) for row in rows.itertuples()
         }
         first = rows.iloc[0]
         place = {"experiment": experiment, "strategy": strategy, "workers": str(first["workers"])}
@@ -198,13 +198,13 @@ def iter_paper_tables(
         table_8: Result of `make_table_8`.
     """
     bases = map_base_strategies(cells)
-    measures = list_measures_by_experiment(cells)
+    measures = map_measures_by_experiment(cells)
     for table in TABLES.values():
-        yield table.name, make_numbered_table(summary, bases, measures, table)
-    yield "table_8", widen_table_8(table_8)
+        yield table.name, make_paper_table(summary, bases, measures, table)
+    yield "table_8", pivot_table_8(table_8)
 
 
-def write_numbered_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
+def write_paper_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
     """Write the paper's tables 3 to 8 with our values, and the sources of table 8.
 
     Args:
@@ -219,7 +219,7 @@ def write_numbered_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: P
             f"Table {name.removeprefix('table_')}. {TITLES[name]}. {describe_worker_devices(cells)}"
         )
         write_table(table, caption, out_dir / name)
-    write_atomic(out_dir / "table_8_sources.csv", table_8.to_csv(index=False))
+    write_text_atomically(out_dir / "table_8_sources.csv", table_8.to_csv(index=False))
 
 
 def read_paper_tables(folder: Path) -> Iterator[dict[str, Any]]:

@@ -47,7 +47,7 @@ def read_accuracy_floors() -> dict[str, float]:
     return dict(zip(known["dataset"], known["accuracy_percent"] / 100, strict=True))
 
 
-def make_cells_of_version(version: str) -> pd.DataFrame:
+def make_cells_from_paper(version: str) -> pd.DataFrame:
     """Return the values in the tables of one version of the paper, as rows of cells.csv.
 
     Values that the paper does not state are absent. Values of one cell in two tables give one row.
@@ -109,7 +109,7 @@ def make_cells_of_version(version: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def mask_counterparts(cells: pd.DataFrame) -> pd.Series:
+def mask_cells_in_paper(cells: pd.DataFrame) -> pd.Series:
     """Return a mask of the rows whose cell is also in the paper.
 
     Such a cell has the strategy, model, data set and number of GPUs of a published cell. Variants, CPU

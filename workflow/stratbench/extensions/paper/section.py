@@ -18,14 +18,14 @@ TEMPLATE = Path(__file__).parent / "templates" / "paper.html.j2"
 
 def make_paper_sections(inputs: ReportInput) -> Iterator[Section]:
     """Yield the report's section on the paper if a measured cell is also in the paper."""
-    paper = make_paper_section(inputs.folder)
+    paper = collect_paper_section_values(inputs.folder)
     if paper["with_counterpart"]:
         numbered = list(read_paper_tables(inputs.folder / "paper_tables"))
         html = render_section(TEMPLATE, paper=paper, numbered=numbered)
         yield Section("paper", html, "Against the paper")
 
 
-def make_paper_section(folder: Path) -> dict[str, Any]:
+def collect_paper_section_values(folder: Path) -> dict[str, Any]:
     """Return the values that the template of the report's section on the paper needs.
 
     Args:
@@ -71,7 +71,7 @@ def make_published_cell_row(compared_row: dict[str, Any]) -> dict[str, Any]:
     """
     is_difference = compared_row["kind"] == "difference"
 
-    def format_value(value: float) -> str:
+    def format_ratio_or_difference(value: float) -> str:
         return "" if pd.isna(value) else f"{value:+.2f}" if is_difference else f"{value:.2f}"
 
     texts = {name: compared_row[name] for name in ("strategy", "model", "gpus", "experiment")}
@@ -85,7 +85,7 @@ def make_published_cell_row(compared_row: dict[str, Any]) -> dict[str, Any]:
         against = compared_row[f"against_{name}"]
         texts[f"against_{name}"] = "" if pd.isna(against) else str(against).removesuffix(".0")
         for of in ("published", "our", "ratio"):
-            texts[f"{of}_to_{name}"] = format_value(compared_row[f"{of}_to_{name}"])
+            texts[f"{of}_to_{name}"] = format_ratio_or_difference(compared_row[f"{of}_to_{name}"])
     return texts
 
 

@@ -19,12 +19,19 @@ from stratbench.cell.text.words import format_count, wrap_lines
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.device_rates import list_configured_gpus
 from stratbench.extensions.plan.duration import ProjectedDuration
-from stratbench.extensions.plan.one_model.model_answer import Answer, answer_question
+from stratbench.extensions.plan.one_model.model_answer import Answer, answer_model_question
 from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.pages import table
 from stratbench.extensions.plan.pages.check_text import format_check_result
-from stratbench.extensions.plan.pages.model_answer import format_answer, format_first_traced
-from stratbench.extensions.plan.pages.text import format_network, format_plan, write_html
+from stratbench.extensions.plan.pages.model_answer import (
+    format_model_answer,
+    format_first_traced_strategy,
+)
+from stratbench.extensions.plan.pages.text import (
+    format_single_model_plan,
+    format_plan,
+    write_plan_html,
+)
 from stratbench.extensions.plan.schedule import (
     Records,
     make_plan,
@@ -66,14 +73,14 @@ def main(argv: list[str] | None = None) -> int:
             print(wrap_lines([format_check_result(checked)]))
             nodes = select_partition_nodes(read_cluster_nodes(), args.partition)
             requests = (
-                build_job_request(s.cell, s.settings, cluster, None) for s in checked.subjects
+                build_job_request(s.cell, s.settings, cluster, None) for s in checked.cells_to_plan
             )
             if mixed := describe_mixed_gpu_types(nodes, requests):
                 print(wrap_lines([mixed]))
             return 1 if checked.refusal_reasons_by_cell else 0
         if refused := checked.refusal_reasons_by_cell:
             text = (
-                f"{len(refused)} of {format_count(len(checked.subjects), 'cell')} would end as "
+                f"{len(refused)} of {format_count(len(checked.cells_to_plan), 'cell')} would end as "
                 "unsupported"
             )
             more = "" if args.model else ", and `check`"
@@ -86,10 +93,10 @@ def main(argv: list[str] | None = None) -> int:
         print(wrap_lines([f"error: {error}"]), file=sys.stderr)
         return 1
     out = args.out or Path(config["results"]) / study.name
-    table.write_csv(plan, out / "plan.csv")
-    table.write_json(plan, out / "plan.json")
-    write_html(plan, out / "plan.html")
-    print(format_plan(plan) if args.model is None else f"{format_network(plan)}\n")
+    table.write_plan_csv(plan, out / "plan.csv")
+    table.write_plan_json(plan, out / "plan.json")
+    write_plan_html(plan, out / "plan.html")
+    print(format_plan(plan) if args.model is None else f"{format_single_model_plan(plan)}\n")
     print(f"Written: {out / 'plan.csv'}, {out / 'plan.html'}")
     return 0
 
@@ -100,10 +107,14 @@ def print_model_answer(config: dict[str, Any], args: argparse.Namespace) -> None
     The first result is printed early, to stderr.
     """
 
-    def print_first_answer(first_answer: Answer) -> None:
-        print(format_first_traced(first_answer), file=sys.stderr, flush=True)
+    def print_first_traced_strategy(first_answer: Answer) -> None:
+        print(format_first_traced_strategy(first_answer), file=sys.stderr, flush=True)
 
-    print(format_answer(answer_question(config, read_question(args), print_first_answer)))
+    print(
+        format_model_answer(
+            answer_model_question(config, read_question(args), print_first_traced_strategy)
+        )
+    )
 
 
 def list_projected_durations(

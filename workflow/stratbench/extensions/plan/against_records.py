@@ -17,23 +17,27 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import MIB
 from stratbench.extensions.plan.check import check_study
 from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
-from stratbench.extensions.plan.needs import Subject, compute_mean_wire_bytes, compute_sent_bytes
-from stratbench.extensions.plan.pages.table import write_rows
-from stratbench.extensions.plan.schedule import Plan, Planned, make_plan, read_records_by_cell
+from stratbench.extensions.plan.needs import (
+    CellToPlan,
+    compute_mean_wire_bytes_per_step,
+    compute_sent_bytes_per_batch,
+)
+from stratbench.extensions.plan.pages.table import write_csv_rows
+from stratbench.extensions.plan.schedule import Plan, PlannedCell, make_plan, read_records_by_cell
 from stratbench.study.config import config as configuration
 
 #: Values of a record's `memory.method` for peaks that were measured on a CPU.
 CPU_METHODS = ("vmhwm", "vmhwm-since-process-start", "maxrss-since-process-start")
 
 
-def make_prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]:
+def make_prediction_row(c: PlannedCell, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of prediction.csv of one finished cell.
 
     An error is (predicted / measured - 1) in percent. The measured peak is that of the rank that used most
     (`get_measured_peak_bytes`). The predicted time follows from the device alone, without records.
     """
     s, footprint, predicted = c.subject, c.footprint, c.fit.peak
-    base_bytes = compute_bytes_before_steps(footprint, predicted)
+    base_bytes = compute_bytes_before_first_step(footprint, predicted)
     span = c.fit.device_rate_span
     train_s = record["time"]["train_time_s"]
     memory = record["memory"]
@@ -46,14 +50,14 @@ def make_prediction_row(c: Planned, record: Mapping[str, Any]) -> dict[str, Any]
     }
     pairs = {
         "peak_mib": (predicted.n_bytes, get_measured_peak_bytes(memory, base_bytes)),
-        "over_base_mib": (predicted.n_bytes - base_bytes, get_measured_growth_bytes(memory)),
-        "base_mib": (base_bytes, get_measured_base_bytes(record)),
+        "over_base_mib": (predicted.n_bytes - base_bytes, get_measured_step_growth_bytes(memory)),
+        "base_mib": (base_bytes, get_measured_bytes_between_steps(record)),
         "states_bytes": (
             max(sum(f.model_states_bytes.values()) for f in footprint.footprint_per_stage),
-            _sum_parts(memory["model_states"]),
+            _sum_bytes_of_parts(memory["model_states"]),
         ),
         "sent_bytes": (
-            compute_sent_bytes_as_recorded(s, footprint),
+            compute_sent_bytes_per_step_as_recorded(s, footprint),
             (record.get("communication") or {}).get("sent_bytes_per_step"),
         ),
     }
@@ -85,7 +89,7 @@ def make_prediction_rows(
     ]
 
 
-def compute_bytes_before_steps(footprint: Footprint, predicted: MemoryPeak) -> int:
+def compute_bytes_before_first_step(footprint: Footprint, predicted: MemoryPeak) -> int:
     """Return the predicted bytes on a worker before the first step, data set included.
 
     Records measure the growth of memory from there.
@@ -110,7 +114,7 @@ def get_measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int |
     return None if added_bytes is None else base_bytes + added_bytes
 
 
-def get_measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
+def get_measured_step_growth_bytes(memory: Mapping[str, Any]) -> int | None:
     """Return the measured growth of memory in a step in bytes, without cuBLAS's workspaces.
 
     The result is None if the record lacks the growth.
@@ -119,7 +123,7 @@ def get_measured_growth_bytes(memory: Mapping[str, Any]) -> int | None:
     return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
 
 
-def get_measured_base_bytes(record: Mapping[str, Any]) -> int | None:
+def get_measured_bytes_between_steps(record: Mapping[str, Any]) -> int | None:
     """Return a worker's measured bytes between two steps, minus those before the model existed.
 
     The largest value of all workers counts. The result is None if the record lacks these bytes.
@@ -132,17 +136,17 @@ def get_measured_base_bytes(record: Mapping[str, Any]) -> int | None:
     return max(bases, default=None)
 
 
-def compute_sent_bytes_as_recorded(s: Subject, footprint: Footprint) -> float:
+def compute_sent_bytes_per_step_as_recorded(s: CellToPlan, footprint: Footprint) -> float:
     """Return the predicted bytes that a worker sends per step, counted as records count.
 
     Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is one
     push. The loss scaler's flag is left out, unless the collectives of a step were counted one by one.
     """
     if s.served:
-        return compute_sent_bytes(s, footprint) / s.steps_per_batch
+        return compute_sent_bytes_per_batch(s, footprint) / s.steps_per_batch
     least = 0 if s.strategy.divides_network else _FLAG_BYTES
     return fmean(
-        compute_mean_wire_bytes(
+        compute_mean_wire_bytes_per_step(
             s, f, [c for c in f.collectives if c[1] > least or any(c[3:4])], on_gloo=False
         )
         for f in footprint.footprint_per_stage
@@ -157,7 +161,7 @@ def _convert_to_mib(n_bytes: float | None) -> float | None:
     return None if n_bytes is None else round(n_bytes / MIB, 2)
 
 
-def _sum_parts(parts: Mapping[str, int] | None) -> int | None:
+def _sum_bytes_of_parts(parts: Mapping[str, int] | None) -> int | None:
     return None if parts is None else sum(parts.values())
 
 
@@ -186,7 +190,7 @@ def main() -> None:
     records = read_records_by_cell(study, config["results"])
     plan = make_plan(config, check_study(config, study), records)
     rows = make_prediction_rows(plan, records)
-    write_rows(rows, args.out, [f.name for f in fields(Cell)])
+    write_csv_rows(rows, args.out, [f.name for f in fields(Cell)])
     print(f"{len(rows)} of {len(records)} records compared with their prediction")
 
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.plan.footprint.cache import CachedJob, compute_cached_results
-from stratbench.extensions.plan.footprint.few_parts import make_footprint_by_few_parts
+from stratbench.extensions.plan.footprint.few_parts import make_footprint_from_few_parts
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING, Request
-from stratbench.extensions.plan.needs import Subject, make_subject
+from stratbench.extensions.plan.needs import CellToPlan, make_cell_to_plan
 from stratbench.strategies import acceptance, get_strategy_class
 from stratbench.study.config.config import Study
 from stratbench.workload.network import models
@@ -140,7 +140,7 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
-class Checked:
+class StudyCheck:
     """Result of the check of a study: models, dry runs and footprints.
 
     Attributes:
@@ -153,16 +153,16 @@ class Checked:
     """
 
     study: Study
-    subjects: list[Subject]
+    cells_to_plan: list[CellToPlan]
     checks_by_network: dict[Network, CheckResult]
     rehearsals_by_request: dict[Request, Rehearsal]
     refusal_reasons_by_cell: dict[Cell, str]
-    resharding: dict[Request, dict[str, Footprint]]
+    footprints_by_resharding: dict[Request, dict[str, Footprint]]
 
 
 def check_study(
     config: Mapping[str, Any], study: Study, tries_both_resharding: bool = False
-) -> Checked:
+) -> StudyCheck:
     """Check all models of a study, and make the footprints of its cells.
 
     Print progress. Results without a fault are cached.
@@ -173,7 +173,7 @@ def check_study(
         tries_both_resharding: Whether FSDP's cells on most workers are tried with both values of
             `reshard_after_forward`.
     """
-    subjects = [make_subject(config, study, cell) for cell in study.cells]
+    subjects = [make_cell_to_plan(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]
     max_gpus = {
         name: max(e.expand_cells_arguments["gpus"]) for name, e in study.experiments.items()
@@ -190,7 +190,7 @@ def check_study(
         s.cell: reason
         for s in subjects
         if (
-            reason := cell_refusal_reason(
+            reason := find_cell_refusal_reason(
                 s, networks[Network.from_request(s.request)], rehearsals[s.request]
             )
         )
@@ -203,7 +203,7 @@ def check_study(
         if s.cell not in refused and others.get(s.cell) in rehearsals
     }
     known = {request: choices for request, choices in both.items() if all(choices.values())}
-    return Checked(study, subjects, networks, rehearsals, refused, known)
+    return StudyCheck(study, subjects, networks, rehearsals, refused, known)
 
 
 def switch_resharding(request: Request) -> Request:
@@ -212,8 +212,8 @@ def switch_resharding(request: Request) -> Request:
     return request.with_options(**{RESHARDING: other})
 
 
-def cell_refusal_reason(
-    subject: Subject, network_check: CheckResult, rehearsal: Rehearsal
+def find_cell_refusal_reason(
+    subject: CellToPlan, network_check: CheckResult, rehearsal: Rehearsal
 ) -> str | None:
     """Return why a cell cannot be trained with its model, batch and strategy, or None.
 
@@ -255,7 +255,7 @@ def rehearse_requests(
         )
         for request, network in network_by_request.items()
         if networks[network].fault is None and networks[network].unchecked_reason is None
-        if not request.by_command
+        if not request.is_trained_by_command
     }
     rehearsals = compute_cached_results(
         "kinds of cells to trace: {}; results are cached for the next run",
@@ -267,8 +267,8 @@ def rehearse_requests(
     by_command = Rehearsal(unpredicted_reason=BY_COMMAND)
     return networks, {
         r: by_command
-        if r.by_command
-        else rehearsals.get(r, _make_untried_rehearsal(networks[network]))
+        if r.is_trained_by_command
+        else rehearsals.get(r, _make_rehearsal_without_dry_run(networks[network]))
         for r, network in network_by_request.items()
     }
 
@@ -281,7 +281,9 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
     # Each network is checked with one of its requests. Requests with a command or with activation
     # checkpointing come last, since their dry runs check these requirements again.
     firsts = {
-        n: min(each, key=lambda r: (r.by_command, bool(r.settings.activation_checkpointing)))
+        n: min(
+            each, key=lambda r: (r.is_trained_by_command, bool(r.settings.activation_checkpointing))
+        )
         for n, each in sharing.items()
     }
     own = (r.settings.own_model for r in firsts.values())
@@ -296,7 +298,7 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
     )
 
 
-def _make_untried_rehearsal(network: CheckResult) -> Rehearsal:
+def _make_rehearsal_without_dry_run(network: CheckResult) -> Rehearsal:
     return Rehearsal(
         unpredicted_reason=network.unchecked_reason, unchecked_reason=network.unchecked_reason
     )
@@ -315,7 +317,7 @@ def check_network(request: Request) -> CheckResult:
         # Warnings of the model's code during the check are not shown.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = _check_with_task(request)
+            result = _check_task_and_model(request)
     except ModelError as error:
         result = CheckResult(fault=str(error))
     except Exception as error:  # a model may raise anything
@@ -325,13 +327,13 @@ def check_network(request: Request) -> CheckResult:
     return replace(result, seconds=time.perf_counter() - started)
 
 
-def _check_with_task(request: Request) -> CheckResult:
-    _, kind = request.make_task_by_trial()
-    result = _try_model(request)
+def _check_task_and_model(request: Request) -> CheckResult:
+    _, kind = request.make_task_and_loss_kind()
+    result = _check_model(request)
     return result if kind.adds_up else replace(result, remarks=[*result.remarks, NO_SUM])
 
 
-def _try_model(request: Request) -> CheckResult:
+def _check_model(request: Request) -> CheckResult:
     from stratbench.workload.network.trial import NO_VALUES, PassFailed
 
     if models.is_built_by_user_program(request.model_source):
@@ -340,17 +342,17 @@ def _try_model(request: Request) -> CheckResult:
         )
     parameters = _count_model_parameters(request)
     if models.get_metadata(request.model_source).own_model and parameters <= MAX_REAL_PARAMETERS:
-        result = _run_trial(request, on_fake_tensors=False)
+        result = _run_model_trial(request, on_fake_tensors=False)
         # If forward reads values of tensors, a trial on fake tensors decides once for all kinds of cells.
         if result.trial_values["forward_reads_values"]:
             try:
-                _run_trial(request, on_fake_tensors=True)
+                _run_model_trial(request, on_fake_tensors=True)
             except PassFailed as error:
                 if isinstance(error.__cause__, NO_VALUES):
                     return replace(result, unpredicted_reason=NO_PREDICTION)
         return result
     try:
-        return _run_trial(request, on_fake_tensors=True)
+        return _run_model_trial(request, on_fake_tensors=True)
     except PassFailed as error:
         return CheckResult(
             unchecked_reason=f"{error}: it was tried on tensors without values, which may be the cause; with "
@@ -359,21 +361,21 @@ def _try_model(request: Request) -> CheckResult:
         )
 
 
-def _run_trial(request: Request, on_fake_tensors: bool) -> CheckResult:
+def _run_model_trial(request: Request, on_fake_tensors: bool) -> CheckResult:
     from stratbench.extensions.plan.footprint import fake
-    from stratbench.extensions.plan.remarks import iter_remarks
+    from stratbench.extensions.plan.remarks import iter_model_remarks
 
-    with fake.fake_worker_environment(request, on_fake_tensors):
+    with fake.open_fake_worker_environment(request, on_fake_tensors):
         model, _, worker = fake.build_worker(request, on_fake_tensors)
         groups = worker.wrap_groups
         network, shape = request.model_source, request.input_shape
-        trial = models.take_model_trial(
+        trial = models.run_model_trial(
             network, model, request.classes, shape, groups, worker.task, request.dtype
         )
         names = {module: name for name, module in model.named_modules()}
         sizes = [
             (
-                _describe_group(names[ms[0]], names[ms[-1]]),
+                _describe_shard_group(names[ms[0]], names[ms[-1]]),
                 _count_elements(p for m in ms for p in m.parameters()),
             )
             for _, ms in groups
@@ -390,8 +392,8 @@ def _run_trial(request: Request, on_fake_tensors: bool) -> CheckResult:
             has_batchnorm=models.has_batchnorm(model),
             has_dropout=trial.forward_draws_random_numbers,
             writes_buffers=models.has_batchnorm(model) or bool(trial.written_buffers),
-            parameters_without_gradient=trial.skippable_names,
-            remarks=list(iter_remarks(model, trial)),
+            parameters_without_gradient=trial.names_skipped_in_some_steps,
+            remarks=list(iter_model_remarks(model, trial)),
             trial_values=dataclasses.asdict(trial),
             equal_blocks=find_equal_blocks(request, model),
         )
@@ -404,18 +406,18 @@ def find_equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
     """
     from stratbench.extensions.plan.footprint.equal_blocks import (
         are_blocks_called_alike,
-        find_blocks,
+        find_largest_equal_blocks,
     )
     from stratbench.workload.network.trial import SAMPLES
 
-    blocks = find_blocks(model)
+    blocks = find_largest_equal_blocks(model)
     if blocks is None:
         return None
     x, _ = request.make_example_batch(SAMPLES)
     return tuple(blocks) if are_blocks_called_alike(model, blocks, x) else None
 
 
-def _describe_group(first_module: str, last_module: str) -> str:
+def _describe_shard_group(first_module: str, last_module: str) -> str:
     """Return the label of a shard group: the names of its first and last module."""
     return first_module if first_module == last_module else f"{first_module} to {last_module}"
 
@@ -425,9 +427,9 @@ def _count_elements(parameters: Any) -> int:
 
 
 def _count_model_parameters(request: Request) -> int:
-    from stratbench.workload.known_values import KnownFakes
+    from stratbench.workload.known_values import KnownValueFakeMode
 
-    with KnownFakes():
+    with KnownValueFakeMode():
         model = models.build_fake_model(request.model_source, request.classes, request.input_shape)
     return _count_elements(model.parameters())
 
@@ -448,7 +450,7 @@ def rehearse_strategy(request: Request, network: CheckResult) -> Rehearsal:
     trial = Trial.from_dict(network.trial_values)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = network.unpredicted_reason or try_to_make_footprint(
+        made = network.unpredicted_reason or make_footprint_or_error(
             request, trial, network.equal_blocks
         )
         if isinstance(made, Footprint):
@@ -463,7 +465,7 @@ def rehearse_strategy(request: Request, network: CheckResult) -> Rehearsal:
         return Rehearsal(unpredicted_reason=made, unchecked_reason=made)
 
 
-def try_to_make_footprint(
+def make_footprint_or_error(
     request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
 ) -> Footprint | str:
     """Return a request's footprint, or a one-line error if the trace fails.
@@ -477,7 +479,7 @@ def try_to_make_footprint(
     from stratbench.workload.network.trial import NO_VALUES
 
     try:
-        return make_footprint_by_few_parts(request, trial, blocks and Blocks(*blocks))
+        return make_footprint_from_few_parts(request, trial, blocks and Blocks(*blocks))
     except ModelError as error:  # its message says what is wrong
         return str(error)
     except NO_VALUES:
@@ -501,7 +503,7 @@ def _find_refusal_reason(request: Request, trial: Trial, only_by_rules: bool = F
     with ExitStack() as stack:
         try:
             stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
-            stack.enter_context(fake.fake_worker_environment(request, only_by_rules))
+            stack.enter_context(fake.open_fake_worker_environment(request, only_by_rules))
             model, strategy, worker = fake.build_worker(request, only_by_rules)
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
@@ -511,7 +513,7 @@ def _find_refusal_reason(request: Request, trial: Trial, only_by_rules: bool = F
             if request.autocasts_like_cuda:
                 stack.enter_context(fake.cuda_autocast())
             strategy.step(*request.make_example_batch(SAMPLES * request.num_accumulated_parts))
-            fake.evaluate_on_fakes(strategy, request)
+            fake.evaluate_on_fake_tensors(strategy, request)
         except ModelError as error:
             return str(error)
         except Exception as error:

@@ -61,14 +61,14 @@ class Device:
     reserve_bytes: int = 0
     attention_utilisation: float | None = None
 
-    def compute_room_bytes(self, margin: float) -> float:
+    def compute_max_fitting_bytes(self, margin: float) -> float:
         """Return the maximum predicted bytes with which a cell certainly fits.
 
         The real need may exceed the prediction by the fraction `margin`.
         """
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
-    def compute_tight_bytes(self, margin: float) -> float:
+    def compute_max_tight_bytes(self, margin: float) -> float:
         """Return the maximum predicted bytes with which a cell may still run.
 
         On GPUs the prediction may exceed the real need by the fraction `margin`.
@@ -82,7 +82,7 @@ class Device:
         return min(self.link_bytes_per_s, self.network_bytes_per_s)
 
 
-def find_matching_gpus(gpu_name: str) -> list[Datasheet]:
+def find_matching_datasheets(gpu_name: str) -> list[Datasheet]:
     """Return the datasheets of the GPUs that a name such as `A10G 24GB` may mean."""
     if (exact := find_datasheet(gpu_name)) is not None:
         return [exact]
@@ -98,20 +98,20 @@ def find_matching_gpus(gpu_name: str) -> list[Datasheet]:
     ]
 
 
-def find_gpu(gpu_name: str, where: str = "config: cluster.gpu") -> Datasheet:
+def find_gpu_datasheet(gpu_name: str, where: str = "config: cluster.gpu") -> Datasheet:
     """Return the datasheet of a named GPU, the first if the name fits several.
 
     Raises:
         ConfigError: If no GPU matches; the message begins with `where`.
     """
-    for peak in find_matching_gpus(gpu_name):
+    for peak in find_matching_datasheets(gpu_name):
         return peak
     raise ConfigError(
-        f"{where} = {gpu_name!r}: is not in the table of GPUs; choose one of {list_known_gpus()}"
+        f"{where} = {gpu_name!r}: is not in the table of GPUs; choose one of {format_known_gpu_names()}"
     )
 
 
-def list_known_gpus() -> str:
+def format_known_gpu_names() -> str:
     """Return the names of the table's GPUs, separated by commas."""
     return ", ".join(peak.name for peak in list_datasheets())
 
@@ -123,7 +123,7 @@ def list_configured_gpus(cluster: Mapping[str, Any]) -> list[Datasheet]:
         ConfigError: For an unknown GPU.
     """
     own = [cluster["gpu"]] if cluster["gpu"] else []
-    return list(dict.fromkeys(find_gpu(name) for name in own + cluster["compare_gpus"]))
+    return list(dict.fromkeys(find_gpu_datasheet(name) for name in own + cluster["compare_gpus"]))
 
 
 def make_gpu_device(datasheet: Datasheet, precision: str, cluster: Mapping[str, Any]) -> Device:

@@ -10,7 +10,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_count
 from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.footprint import Footprint
-from stratbench.extensions.plan.needs import Needs, Subject
+from stratbench.extensions.plan.needs import Needs, CellToPlan
 
 # Indices into the tuples below. Each tuple has a value for the best case, one for the worst case, and a usual
 # one, by which cells are compared. They were chosen from published trainings, which reach up to 74 % of a
@@ -64,7 +64,7 @@ class Span:
     def __add__(self, other: Span) -> Span:
         return Span(self.low_s + other.low_s, self.high_s + other.high_s, self.source)
 
-    def multiply(self, low_factor: float, high_factor: float) -> Span:
+    def multiply_ends(self, low_factor: float, high_factor: float) -> Span:
         return Span(self.low_s * low_factor, self.high_s * high_factor, self.source)
 
 
@@ -114,7 +114,9 @@ class PlannedStep:
         return 1 - self.compute_s / self.seconds
 
 
-def plan_step(device: Device, s: Subject, needs: Needs, rate_case: int) -> PlannedStep:
+def predict_step_duration(
+    device: Device, s: CellToPlan, needs: Needs, rate_case: int
+) -> PlannedStep:
     """Predict the duration of a cell's step: at best, at worst, or usually.
 
     Args:
@@ -125,7 +127,7 @@ def plan_step(device: Device, s: Subject, needs: Needs, rate_case: int) -> Plann
     """
     utilisation = LINK_UTILISATION[rate_case]
 
-    def compute_sending_s(n_bytes: float, bytes_within_node: float = 0.0) -> float:
+    def compute_transfer_s(n_bytes: float, bytes_within_node: float = 0.0) -> float:
         """Return the seconds to send bytes to other workers, within and between nodes."""
         rest_s = (n_bytes - bytes_within_node) / device.get_slowest_link_bytes_per_s(needs.nodes)
         return (rest_s + bytes_within_node / device.get_slowest_link_bytes_per_s(1)) / utilisation
@@ -133,20 +135,20 @@ def plan_step(device: Device, s: Subject, needs: Needs, rate_case: int) -> Plann
     return PlannedStep(
         compute_s=None
         if device.flops_per_s is None
-        else _plan_compute_s(device, s, needs, rate_case),
+        else _predict_compute_s(device, s, needs, rate_case),
         # With parameter servers, a node's link carries the bytes of all its workers and servers.
         link_s=max(
-            compute_sending_s(needs.wire_bytes, needs.node_bytes),
-            compute_sending_s(needs.link_bytes or 0.0),
+            compute_transfer_s(needs.wire_bytes, needs.sent_bytes_within_node),
+            compute_transfer_s(needs.link_bytes or 0.0),
         ),
-        awaited_s=compute_sending_s(needs.awaited_bytes, needs.awaited_node_bytes),
+        awaited_s=compute_transfer_s(needs.awaited_bytes, needs.awaited_bytes_within_node),
         server_s=needs.served_bytes / SERVER_BYTES_PER_S[rate_case],
-        host_s=compute_host_s(needs.slowest_rank)[rate_case],
+        host_s=compute_offload_s_by_rates(needs.slowest_rank)[rate_case],
         hidden_share=HIDING[rate_case],
     )
 
 
-def compute_host_s(footprint: Footprint) -> tuple[float, ...]:
+def compute_offload_s_by_rates(footprint: Footprint) -> tuple[float, ...]:
     """Return the seconds per step that offloaded parameters take: at best, at worst, usually.
 
     The seconds are 0 without such parameters.
@@ -159,7 +161,7 @@ def compute_host_s(footprint: Footprint) -> tuple[float, ...]:
     )
 
 
-def _plan_compute_s(device: Device, s: Subject, needs: Needs, rate_case: int) -> float:
+def _predict_compute_s(device: Device, s: CellToPlan, needs: Needs, rate_case: int) -> float:
     """Predict the seconds of a step's computation: at best, at worst, or usually."""
     f, batch = needs.slowest_rank, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
@@ -188,7 +190,7 @@ def estimate_training_flops_per_s(device: Device, rate_case: int) -> float:
     return device.flops_per_s * utilisation[rate_case]
 
 
-def estimate_overhead(device: Device, s: Subject, needs: Needs) -> Span:
+def estimate_time_outside_steps(device: Device, s: CellToPlan, needs: Needs) -> Span:
     """Return the seconds of a cell outside of its training steps: start-up and evaluations.
 
     Args:
@@ -227,17 +229,17 @@ def estimate_time_from_records(cell: Cell, records: Iterable[Mapping[str, Any]])
         return Span(min(times_s) * (1 - SPREAD), max(times_s) * (1 + SPREAD), source)
     if same:
         nearest = min(same, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
-        return _scale_to_workers(nearest, cell.gpus)
+        return _scale_recorded_time(nearest, cell.gpus)
     # The time of a user's command says nothing about the times of other strategies.
     timed = [r for r in timed if "program" not in r]
     beside = [r for r in timed if r["cell"]["gpus"] == cell.gpus] or timed
     if not beside:
         return None
     nearest = min(beside, key=lambda r: abs(r["cell"]["gpus"] - cell.gpus))
-    return _scale_to_workers(nearest, cell.gpus).multiply(*OTHER_STRATEGY)
+    return _scale_recorded_time(nearest, cell.gpus).multiply_ends(*OTHER_STRATEGY)
 
 
-def _scale_to_workers(record: Mapping[str, Any], gpus: int) -> Span:
+def _scale_recorded_time(record: Mapping[str, Any], gpus: int) -> Span:
     """Scale a record's time to another worker count: between perfect scaling and no scaling."""
     seconds, workers = record["time"]["train_time_s"], record["cell"]["gpus"]
     scaled_s = seconds * workers / gpus

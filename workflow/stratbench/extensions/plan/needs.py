@@ -29,11 +29,11 @@ from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.device_data import compute_packed_bytes
+from stratbench.workload.data.device_data import compute_packed_table_bytes
 
 
 @dataclass(frozen=True)
-class Subject:
+class CellToPlan:
     """A cell to plan, with all that is known before its footprint is predicted."""
 
     cell: Cell
@@ -56,10 +56,10 @@ class Subject:
     @property
     def steps(self) -> int:
         """Number of global batches of the whole training."""
-        return self.settings.total_steps(self.data.train_samples)
+        return self.settings.count_steps(self.data.train_samples)
 
     @property
-    def exchanging_share(self) -> float:
+    def share_of_exchanging_steps(self) -> float:
         """Fraction of the steps in which workers exchange data."""
         return self.strategy.count_exchanges(self.steps) / self.steps
 
@@ -85,7 +85,7 @@ class Subject:
         return float((self.settings.slowdown or {}).get("factor", 1.0))
 
 
-def make_subject(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject:
+def make_cell_to_plan(config: Mapping[str, Any], study: Study, cell: Cell) -> CellToPlan:
     settings = study.settings(cell)
     data = study.get_dataset(cell.dataset)
     if not data.has_known_metadata:
@@ -93,7 +93,7 @@ def make_subject(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject
             f"config: datasets.{cell.dataset}: is not yet prepared, so that its size is unknown; run "
             "`stratbench plan` first, which prepares it"
         )
-    return Subject(
+    return CellToPlan(
         cell=cell,
         settings=settings,
         data=data,
@@ -108,19 +108,20 @@ def make_subject(config: Mapping[str, Any], study: Study, cell: Cell) -> Subject
     )
 
 
-def compute_sent_bytes(s: Subject, footprint: Footprint) -> float:
+def compute_sent_bytes_per_batch(s: CellToPlan, footprint: Footprint) -> float:
     """Return the bytes that a rank sends per global batch, averaged over the training."""
     if s.served:
-        sent, _ = servers.compute_worker_traffic_bytes(s.settings, footprint.flat_tensor_bytes)
+        sent, _ = servers.compute_worker_bytes_per_batch(s.settings, footprint.flat_tensor_bytes)
         return sent
     on_gloo = not s.request.is_on_cuda
     return fmean(
-        compute_mean_wire_bytes(s, f, f.collectives, on_gloo) for f in footprint.footprint_per_stage
+        compute_mean_wire_bytes_per_step(s, f, f.collectives, on_gloo)
+        for f in footprint.footprint_per_stage
     )
 
 
-def compute_mean_wire_bytes(
-    s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
+def compute_mean_wire_bytes_per_step(
+    s: CellToPlan, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
     """Return the mean bytes per step that a rank sends in the given collectives.
 
@@ -132,17 +133,17 @@ def compute_mean_wire_bytes(
         collectives: Collectives of a step.
         on_gloo: Whether the backend is gloo.
     """
-    each = s.exchanging_share * compute_wire_bytes(
+    each = s.share_of_exchanging_steps * compute_wire_bytes(
         collectives, s.cell.gpus, on_gloo, s.samples_per_step
     )
     if not (first := min(s.strategy.num_plain_steps, s.steps)):
         return each
-    whole = compute_plain_wire_bytes(s, footprint, collectives, on_gloo)
+    whole = compute_averaging_wire_bytes(s, footprint, collectives, on_gloo)
     return (first * whole + (s.steps - first) * each) / s.steps
 
 
-def compute_plain_wire_bytes(
-    s: Subject, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
+def compute_averaging_wire_bytes(
+    s: CellToPlan, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
     """Return the bytes that a rank sends in a step that averages all gradients.
 
@@ -159,7 +160,7 @@ def compute_plain_wire_bytes(
     return compute_wire_bytes(whole, s.cell.gpus, on_gloo)
 
 
-def compute_bytes_within_nodes(s: Subject, footprint: Footprint, node_ranks: int) -> float:
+def compute_bytes_within_nodes(s: CellToPlan, footprint: Footprint, node_ranks: int) -> float:
     """Return the bytes per batch that a rank sends to ranks on its own node.
 
     The result is 0 with parameter servers.
@@ -171,7 +172,7 @@ def compute_bytes_within_nodes(s: Subject, footprint: Footprint, node_ranks: int
     """
     if s.served:
         return 0.0
-    return s.exchanging_share * fmean(
+    return s.share_of_exchanging_steps * fmean(
         compute_wire_bytes(
             f.collectives, s.cell.gpus, not s.request.is_on_cuda, s.samples_per_step, node_ranks
         )
@@ -179,8 +180,8 @@ def compute_bytes_within_nodes(s: Subject, footprint: Footprint, node_ranks: int
     )
 
 
-def compute_awaited_bytes(
-    s: Subject, footprint: Footprint, ranks_per_node: int | None = None
+def compute_awaited_activation_bytes(
+    s: CellToPlan, footprint: Footprint, ranks_per_node: int | None = None
 ) -> float:
     """Return the bytes per step of sent activations for which the next layer waits.
 
@@ -199,7 +200,7 @@ def compute_awaited_bytes(
     return each[1] - each[0]
 
 
-def compute_subject_data_bytes(s: Subject, batch_samples: int | None = None) -> int:
+def compute_data_bytes_on_device(s: CellToPlan, batch_samples: int | None = None) -> int:
     """Return the bytes on the device of the data set or of waiting batches.
 
     Batches wait there if the data set is in host memory. On a CPU mapped files become resident when they are
@@ -223,8 +224,8 @@ class Needs:
     wire_bytes: float  # bytes that a rank sends per step; it receives as many
     #: Part of `wire_bytes` that the next layer waits for, so that no computation hides it.
     awaited_bytes: float
-    node_bytes: float  # part of `wire_bytes` that stays within a node
-    awaited_node_bytes: float  # part of `awaited_bytes` that stays within a node
+    sent_bytes_within_node: float  # part of `wire_bytes` that stays within a node
+    awaited_bytes_within_node: float  # part of `awaited_bytes` that stays within a node
     collectives: int  # number of collectives per step
     host_bytes: int  # predicted host memory of all processes on a node
     slowest_rank: Footprint  # footprint of the pipeline rank that computes most
@@ -245,7 +246,7 @@ class Needs:
         return -(-self.servers_host_bytes // MIB)
 
 
-def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
+def derive_needs(s: CellToPlan, footprint: Footprint, n_nodes: int) -> Needs:
     """Return what a cell needs, derived from its footprint.
 
     Args:
@@ -253,15 +254,17 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
         footprint: Footprint of the cell.
         n_nodes: Number of nodes.
     """
-    data_bytes, node_ranks = compute_subject_data_bytes(s), -(-s.cell.gpus // n_nodes)
+    data_bytes, node_ranks = compute_data_bytes_on_device(s), -(-s.cell.gpus // n_nodes)
     host_bytes = node_ranks * _compute_worker_host_bytes(s, footprint, data_bytes)
     served: dict[str, Any] = {}
     if s.served:
         flat, n_servers = footprint.flat_tensor_bytes, s.settings.options["servers"]
-        server_bytes = sum(servers.predict_server_bytes(s.settings, flat, n_nodes).values())
+        server_bytes = sum(
+            servers.predict_server_bytes_by_purpose(s.settings, flat, n_nodes).values()
+        )
         process_bytes = CPU_PROCESS_BYTES + server_bytes
         host_bytes += -(-n_servers // n_nodes) * process_bytes
-        traffic_bytes = servers.compute_worker_traffic_bytes(s.settings, flat)
+        traffic_bytes = servers.compute_worker_bytes_per_batch(s.settings, flat)
         served = {
             "link_bytes": servers.compute_busiest_link_bytes(s.settings, flat, n_nodes),
             "served_bytes": s.cell.gpus * sum(traffic_bytes) / n_servers,
@@ -272,10 +275,10 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
     return Needs(
         nodes=n_nodes,
         data_bytes=data_bytes,
-        wire_bytes=compute_sent_bytes(s, footprint),
-        awaited_bytes=compute_awaited_bytes(s, footprint),
-        node_bytes=compute_bytes_within_nodes(s, footprint, node_ranks),
-        awaited_node_bytes=compute_awaited_bytes(s, footprint, node_ranks),
+        wire_bytes=compute_sent_bytes_per_batch(s, footprint),
+        awaited_bytes=compute_awaited_activation_bytes(s, footprint),
+        sent_bytes_within_node=compute_bytes_within_nodes(s, footprint, node_ranks),
+        awaited_bytes_within_node=compute_awaited_activation_bytes(s, footprint, node_ranks),
         collectives=len(footprint.collectives),
         host_bytes=host_bytes,
         slowest_rank=footprint.slowest_rank,
@@ -283,7 +286,7 @@ def derive_needs(s: Subject, footprint: Footprint, n_nodes: int) -> Needs:
     )
 
 
-def _compute_worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int) -> int:
+def _compute_worker_host_bytes(s: CellToPlan, footprint: Footprint, data_bytes: int) -> int:
     """Return the bytes of host memory that one worker's process needs."""
     # The warm-up copies the states that it changes to host memory: here the optimizer's states. On a CPU the
     # needed memory below includes the copy of the weights.
@@ -293,8 +296,8 @@ def _compute_worker_host_bytes(s: Subject, footprint: Footprint, data_bytes: int
         states = footprint.model_states_bytes
         n_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.served:
-        passes = s.settings.count_passes(s.data.train_samples)
-        n_bytes += passes * compute_packed_bytes(s.data, s.settings.augment)
+        passes = s.settings.count_training_set_passes(s.data.train_samples)
+        n_bytes += passes * compute_packed_table_bytes(s.data, s.settings.augment)
     if not s.request.is_on_cuda:
         needed_bytes = footprint.compute_needed_bytes(s.samples_per_step) + data_bytes
         return n_bytes + CPU_PROCESS_BYTES + needed_bytes

@@ -23,7 +23,7 @@ GPUS = ("A100 SXM 40 GB", "A100 SXM 80 GB", "H100 SXM", "H100 96 GB", "H200 SXM"
 MAX_WAITING_SHARE = 0.05
 
 
-class Band(NamedTuple):
+class TimeRatioRange(NamedTuple):
     """Minimum and maximum ratio of measured to planned times in public runs.
 
     Attributes:
@@ -49,7 +49,7 @@ def is_like_public_runs(s: Settings, reads_text: bool) -> bool:
     return s.options.get("mixed_precision") == "policy" and s.options["offload"] == "none"
 
 
-def estimate_from_runs(
+def estimate_time_from_public_runs(
     gpu_name: str, s: Settings, reads_text: bool, step: PlannedStep, num_steps: int
 ) -> Span | None:
     """Estimate the time of some steps from public runs, or None without similar runs.
@@ -61,7 +61,7 @@ def estimate_from_runs(
         step: The planned step of the cell.
         num_steps: Number of steps.
     """
-    runs = get_public_band()
+    runs = get_public_time_ratios()
     if (
         gpu_name not in GPUS
         or not is_like_public_runs(s, reads_text)
@@ -76,17 +76,19 @@ def estimate_from_runs(
 
 
 @cache
-def get_public_band() -> Band:
+def get_public_time_ratios() -> TimeRatioRange:
     """Return the minimum and maximum ratio of measured to planned time, of all public runs."""
-    return make_band(read_public_runs())
+    return compute_time_ratios(read_public_runs())
 
 
-def make_band(runs: Iterable[Mapping[str, str]]) -> Band:
+def compute_time_ratios(runs: Iterable[Mapping[str, str]]) -> TimeRatioRange:
     """Compute the minimum and maximum ratio of measured to planned time, of some runs."""
     times = [(float(run["step_s"]), float(run["planned_s"])) for run in runs]
     ratios = [step_s / planned_s for step_s, planned_s in times]
     least_s = min(planned_s for _, planned_s in times)
-    return Band(min(ratios), max(ratios), least_s, f"{len(times)} public runs on A100 and H100")
+    return TimeRatioRange(
+        min(ratios), max(ratios), least_s, f"{len(times)} public runs on A100 and H100"
+    )
 
 
 @cache

@@ -10,11 +10,11 @@ from typing import Any
 
 from stratbench.extensions.plan.device_rates import NETWORK_GB_PER_S
 from stratbench.extensions.plan.duration import Span
-from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned, compute_cost
+from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, PlannedCell, compute_cost_range
 from stratbench.telemetry.machine.hardware import list_datasheets
 
 
-def sum_totals(plan: Plan, device: str) -> dict[str, Any]:
+def sum_plan_totals(plan: Plan, device: str) -> dict[str, Any]:
     """Return the plan's totals on a device: counts of cells, GPU-hours and cost.
 
     Time and cost cover the cells that are still to do. No cell counts for longer than its time limit.
@@ -23,13 +23,15 @@ def sum_totals(plan: Plan, device: str) -> dict[str, Any]:
     """
     fits = [(c, c.fits_on[device]) for c in plan.cells if device in c.fits_on]
     open_ = [(c, v) for c, v in fits if not c.has_record and v.may_run]
-    timed = [(c, _limit_span(c, v.total_span)) for c, v in open_ if v.total_span is not None]
+    timed = [
+        (c, _limit_to_time_limit(c, v.total_span)) for c, v in open_ if v.total_span is not None
+    ]
     unknown = [c for c in plan.cells if not (c.fits_on or c.has_record or c.state == "unsupported")]
     gpu_hours = cost = None
     if timed or not (open_ or unknown):
         low = sum(c.cell.gpus * span.low_s for c, span in timed) / 3600
         high = sum(c.cell.gpus * span.high_s for c, span in timed) / 3600
-        gpu_hours, cost = (low, high), compute_cost(low, high, plan.cluster, device != "CPU")
+        gpu_hours, cost = (low, high), compute_cost_range(low, high, plan.cluster, device != "CPU")
     longest, its_span = max(timed, key=lambda t: t[1].high_s, default=(None, Span(0.0, 0.0, "")))
     return {
         "cells": len(fits) + len(unknown),
@@ -43,7 +45,7 @@ def sum_totals(plan: Plan, device: str) -> dict[str, Any]:
         "longest_high_s": its_span.high_s,
         "cut_off": sum(v.time_limit_verdict == "certain" for _, v in open_),
         "perhaps_cut_off": sum(v.time_limit_verdict == "possible" for _, v in open_),
-        "sources": _summarise_sources(span.source for _, span in timed),
+        "sources": _summarise_time_sources(span.source for _, span in timed),
     }
 
 
@@ -66,42 +68,42 @@ def list_assumed_rates(plan: Plan) -> list[str]:
     return rates
 
 
-def _limit_span(c: Planned, span: Span) -> Span:
+def _limit_to_time_limit(c: PlannedCell, span: Span) -> Span:
     limit_s = c.subject.time_limit_s or math.inf
     return Span(*(min(end_s, limit_s) for end_s in span), span.source)
 
 
-def _summarise_sources(sources: Iterable[str]) -> str:
+def _summarise_time_sources(sources: Iterable[str]) -> str:
     counted = Counter(sources)
     if len(counted) > 3:
         return f"{len(counted)} sources (see the column time_source)"
     return ", ".join(source for source, _ in counted.most_common())
 
 
-def group_cells_by(cells: Iterable[Planned], *coordinates: str) -> dict[Any, list[Planned]]:
+def group_cells_by(cells: Iterable[PlannedCell], *coordinates: str) -> dict[Any, list[PlannedCell]]:
     """Group cells by coordinates such as `experiment` and `model`, in order of occurrence."""
     value_of = attrgetter(*coordinates)
-    by_key: dict[Any, list[Planned]] = {}
+    by_key: dict[Any, list[PlannedCell]] = {}
     for c in cells:
         by_key.setdefault(value_of(c.cell), []).append(c)
     return by_key
 
 
-def sort_by_usual_time(cells: Iterable[Planned]) -> list[Planned]:
+def sort_by_compared_time(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
     """Sort cells by their time for comparisons, separately per experiment and model.
 
     A group has one experiment, model, worker count and repeat. Unknown times come last. Groups, and cells of
     equal times, keep their order.
     """
     groups = group_cells_by(cells, "experiment", "model", "gpus", "repeat").values()
-    return [c for group in groups for c in sorted(group, key=_get_usual_s)]
+    return [c for group in groups for c in sorted(group, key=_get_compared_time_s)]
 
 
-def _get_usual_s(c: Planned) -> float:
+def _get_compared_time_s(c: PlannedCell) -> float:
     return math.inf if c.fit is None or c.fit.usual_s is None else c.fit.usual_s
 
 
-def format_in_unit(n_bytes: float, unit_bytes: int) -> str:
+def format_bytes_in_unit(n_bytes: float, unit_bytes: int) -> str:
     """Return a number of bytes in a unit as text, with three digits or more."""
     return (
         f"{n_bytes / unit_bytes:.3g}"
@@ -110,7 +112,7 @@ def format_in_unit(n_bytes: float, unit_bytes: int) -> str:
     )
 
 
-def format_span(span: Span) -> str:
+def format_time_range(span: Span) -> str:
     """Return a range as text, such as `12-45 min`."""
     if span.high_s < 1:
         return "under 1 s"
@@ -124,6 +126,6 @@ def format_span(span: Span) -> str:
 def format_compared_time(usual_s: float, span: Span) -> str:
     """Return the time for comparisons and its range as text, such as `20.5 (12-45 min)`."""
     if span.high_s < 1:
-        return format_span(span)
+        return format_time_range(span)
     unit_s, digits = (1, 0) if span.high_s < 100 else (60, 1) if span.high_s < 6000 else (3600, 1)
-    return f"{usual_s / unit_s:.{digits}f} ({format_span(span)})"
+    return f"{usual_s / unit_s:.{digits}f} ({format_time_range(span)})"

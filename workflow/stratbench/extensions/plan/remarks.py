@@ -15,14 +15,14 @@ from stratbench.workload.network.trial import Trial
 from stratbench.workload.torch_internals import BatchNorm, tree_leaves
 
 
-def iter_remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
+def iter_model_remarks(model: nn.Module, trial: Trial) -> Iterator[str]:
     """Yield remarks on properties of a model that do not prevent training."""
     for names in find_tied_parameters(model):
         yield (
             f"tied: {' = '.join(names)} is one parameter, and stays one with every strategy; if a module "
             "outside its shard group shares it, it is sharded with the root"
         )
-    if formats := models.changed_formats_reason(model):
+    if formats := models.changed_parameter_dtypes_reason(model):
         yield formats
     norms = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, BatchNorm))
     if written := [name for name in trial.written_buffers if not name.startswith(norms)]:

@@ -11,10 +11,10 @@ from typing import Any
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_bytes, format_count, format_seconds
-from stratbench.extensions.plan.check import Checked, Network
+from stratbench.extensions.plan.check import StudyCheck, Network
 from stratbench.extensions.plan.device_rates import (
     Device,
-    find_matching_gpus,
+    find_matching_datasheets,
     list_configured_gpus,
     make_cpu_device,
     make_gpu_device,
@@ -25,20 +25,20 @@ from stratbench.extensions.plan.duration import (
     WORST,
     ProjectedDuration,
     Span,
-    estimate_overhead,
+    estimate_time_outside_steps,
     estimate_time_from_records,
-    plan_step,
+    predict_step_duration,
 )
 from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.needs import (
     Needs,
-    Subject,
-    compute_subject_data_bytes,
+    CellToPlan,
+    compute_data_bytes_on_device,
     derive_needs,
 )
-from stratbench.extensions.plan.public_runs import estimate_from_runs
+from stratbench.extensions.plan.public_runs import estimate_time_from_public_runs
 from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.config import Study
@@ -84,7 +84,7 @@ class DeviceFit:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedCell:
     """The plan of one cell: what it needs, and predictions per device.
 
     Without a footprint nothing is predicted, and `reason` says why.
@@ -97,7 +97,7 @@ class Planned:
         min_samples_per_worker: Minimum number of samples that a worker must compute at once.
     """
 
-    subject: Subject
+    subject: CellToPlan
     state: str  # one of: done, recorded, failed, unsupported, infeasible, to do
     reason: str
     has_record: bool
@@ -127,11 +127,11 @@ class Plan:
     device: str
     gpu: str | None  # GPU that the config names; None if it names none
     compared_devices: list[str]
-    cells: list[Planned]
+    cells: list[PlannedCell]
     #: Sentences on cells whose job is too large for every node of the cluster; empty without SLURM.
-    unheld: list[str]
+    texts_on_too_large_cells: list[str]
     #: Warning that the nodes have different types of GPUs; None if all are alike, or if one type is chosen.
-    gpu_types: str | None
+    text_on_mixed_gpu_types: str | None
     #: Durations that are projected from records, for cells of the study (first repeats) and for others.
     projected_durations: Mapping[Cell, ProjectedDuration]
     #: Footprints by value of `reshard_after_forward`, for each kind of cell that has this option.
@@ -161,7 +161,7 @@ class PlanAddition:
 
 def make_plan(
     config: Mapping[str, Any],
-    checked: Checked,
+    checked: StudyCheck,
     records: Records,
     partition: str | None = "*",
     projected_durations: Mapping[Cell, ProjectedDuration] | None = None,
@@ -181,7 +181,7 @@ def make_plan(
         gpus = gpus[-1:] + gpus[:-1]
     timed = select_timed_records(records, named).values()
     cells = []
-    for s in checked.subjects:
+    for s in checked.cells_to_plan:
         if s.request.is_on_cuda:
             devices = [make_gpu_device(gpu, s.settings.precision, cluster) for gpu in gpus]
         else:
@@ -189,8 +189,8 @@ def make_plan(
         known = projected_durations.get(replace(s.cell, repeat=0))
         span = known.span if known else estimate_time_from_records(s.cell, timed)
         cells.append(_plan_cell(s, checked, records.get(s.cell), devices, span, config))
-    on_gpu = any(s.request.is_on_cuda for s in checked.subjects)
-    on_cpu = any(not s.request.is_on_cuda for s in checked.subjects)
+    on_gpu = any(s.request.is_on_cuda for s in checked.cells_to_plan)
+    on_cpu = any(not s.request.is_on_cuda for s in checked.cells_to_plan)
     skipped = ("infeasible",) if cluster["skip_infeasible"] else ()
     to_train = [c for c in cells if not c.has_record and c.state not in skipped]
     of_partition = nodes.select_partition_nodes(nodes.read_cluster_nodes(), partition)
@@ -205,10 +205,14 @@ def make_plan(
         gpu=named,
         compared_devices=[g.name for g in gpus[1:]] + ["CPU"] * on_cpu if on_gpu else [],
         cells=cells,
-        unheld=nodes.format_refusals({cell: reason for cell, reason in refusals.items() if reason}),
-        gpu_types=nodes.describe_mixed_gpu_types(of_partition, (c.job_request for c in to_train)),
+        texts_on_too_large_cells=nodes.format_refusals(
+            {cell: reason for cell, reason in refusals.items() if reason}
+        ),
+        text_on_mixed_gpu_types=nodes.describe_mixed_gpu_types(
+            of_partition, (c.job_request for c in to_train)
+        ),
         projected_durations=projected_durations,
-        footprints_by_resharding=checked.resharding,
+        footprints_by_resharding=checked.footprints_by_resharding,
     )
 
 
@@ -239,25 +243,25 @@ def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any
 
 def select_timed_records(records: Records, gpu: str | None) -> Records:
     """Return the records whose times apply to the GPU `gpu`, or all records for None."""
-    named = find_matching_gpus(gpu) if gpu else None
+    named = find_matching_datasheets(gpu) if gpu else None
 
-    def names_other_gpu(record: Mapping[str, Any]) -> bool:
+    def is_of_other_gpu(record: Mapping[str, Any]) -> bool:
         """Return whether the record names another GPU. Records of CPU cells name no GPU."""
         known = ((w.get("provenance") or {}).get("gpu") or {} for w in record.get("workers") or ())
         sheets = [find_datasheet(gpu.get("name") or "") for gpu in known]
         return named is not None and any(sheet and sheet not in named for sheet in sheets)
 
-    return {cell: r for cell, r in records.items() if not names_other_gpu(r)}
+    return {cell: r for cell, r in records.items() if not is_of_other_gpu(r)}
 
 
 def _plan_cell(
-    s: Subject,
-    checked: Checked,
+    s: CellToPlan,
+    checked: StudyCheck,
     record: Mapping[str, Any] | None,
     devices: list[Device],
     recorded_time: Span | None,
     config: Mapping[str, Any],
-) -> Planned:
+) -> PlannedCell:
     """Return the plan of one cell for all of `devices`.
 
     The first device is the plan's own. `recorded_time` is the time of the cell's training by records.
@@ -274,12 +278,12 @@ def _plan_cell(
         needs = derive_needs(s, footprint, resources.count_nodes(s.cell, cluster))
         spans = [recorded_time] + [None] * len(devices)
         fits_on = {
-            device.name: _predict_fit(s, footprint, needs, device, span, cluster)
+            device.name: _predict_device_fit(s, footprint, needs, device, span, cluster)
             for device, span in zip(devices, spans, strict=False)
         }
     fit = next(iter(fits_on.values()), None)
-    state, reason = _find_state(s, checked, record, fit, recorded_time, config["results"])
-    return Planned(
+    state, reason = _find_cell_state(s, checked, record, fit, recorded_time, config["results"])
+    return PlannedCell(
         subject=s,
         state=state,
         reason=reason,
@@ -295,18 +299,18 @@ def _plan_cell(
             resources.PlannedNeeds(
                 host_mem_mib=needs.host_mib if needs else 0,
                 servers_mem_mib=needs.servers_host_mib if needs else 0,
-                max_time_s=get_longest_time_s(fit),
+                max_time_s=get_max_time_of_cell_s(fit),
             ),
         ),
-        min_samples_per_worker=acceptance.compute_min_samples(
+        min_samples_per_worker=acceptance.compute_min_samples_per_step(
             checked.checks_by_network[Network.from_request(s.request)].has_batchnorm,
             s.settings.gradient_accumulation_steps,
         ),
     )
 
 
-def _predict_fit(
-    s: Subject,
+def _predict_device_fit(
+    s: CellToPlan,
     footprint: Footprint,
     needs: Needs,
     device: Device,
@@ -322,8 +326,8 @@ def _predict_fit(
     peak = fullest.compute_training_peak(batch, threads)
     needed_bytes = fullest.compute_needed_bytes(batch, threads) + data_bytes
     margin = cluster["memory_margin"]
-    room_bytes = device.compute_room_bytes(margin)
-    steps = [plan_step(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+    room_bytes = device.compute_max_fitting_bytes(margin)
+    steps = [predict_step_duration(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
     by_device = usual_s = None
     if device.flops_per_s is not None:
         source = (
@@ -331,10 +335,12 @@ def _predict_fit(
         )
         *ends, usual_s = (step.seconds * s.steps for step in steps)
         by_device = Span(*ends, source)
-        seen = estimate_from_runs(device.name, s.settings, s.data.is_text, steps[USUAL], s.steps)
+        seen = estimate_time_from_public_runs(
+            device.name, s.settings, s.data.is_text, steps[USUAL], s.steps
+        )
         by_device = seen or by_device
     train = recorded_time or by_device
-    total = train and train + estimate_overhead(device, s, needs)
+    total = train and train + estimate_time_outside_steps(device, s, needs)
     gpu_hours = total and tuple(end_s * s.cell.gpus / 3600 for end_s in total)
     return DeviceFit(
         device=device.name,
@@ -348,9 +354,9 @@ def _predict_fit(
             for f in footprint.stage_footprints
         ),
         needed_bytes=needed_bytes,
-        memory_verdict=classify_fit(needed_bytes, device, margin),
+        memory_verdict=classify_memory_fit(needed_bytes, device, margin),
         largest_batch=s.steps_per_batch
-        * footprint.largest_batch(room_bytes, threads, partial(compute_subject_data_bytes, s)),
+        * footprint.largest_batch(room_bytes, threads, partial(compute_data_bytes_on_device, s)),
         room_bytes=room_bytes,
         resident_threads=threads,
         sending_s=(steps[0].sending_s, steps[1].sending_s),
@@ -360,11 +366,11 @@ def _predict_fit(
         total_span=total,
         time_limit_verdict=_classify_time_limit(total, s.time_limit_s),
         gpu_hours=gpu_hours,
-        cost=gpu_hours and compute_cost(*gpu_hours, cluster, device.is_gpu),
+        cost=gpu_hours and compute_cost_range(*gpu_hours, cluster, device.is_gpu),
     )
 
 
-def classify_fit(needed_bytes: float, device: Device, margin: float) -> str:
+def classify_memory_fit(needed_bytes: float, device: Device, margin: float) -> str:
     """Return FITS, TIGHT or DOES_NOT_FIT, for a predicted memory on a device.
 
     Args:
@@ -372,9 +378,9 @@ def classify_fit(needed_bytes: float, device: Device, margin: float) -> str:
         device: The device.
         margin: Relative error that the prediction may have.
     """
-    if needed_bytes <= device.compute_room_bytes(margin):
+    if needed_bytes <= device.compute_max_fitting_bytes(margin):
         return FITS
-    return TIGHT if needed_bytes <= device.compute_tight_bytes(margin) else DOES_NOT_FIT
+    return TIGHT if needed_bytes <= device.compute_max_tight_bytes(margin) else DOES_NOT_FIT
 
 
 def _classify_time_limit(total: Span | None, limit_s: float | None) -> str:
@@ -384,7 +390,7 @@ def _classify_time_limit(total: Span | None, limit_s: float | None) -> str:
     return "certain" if total.low_s > limit_s else "possible"
 
 
-def compute_cost(
+def compute_cost_range(
     min_gpu_hours: float, max_gpu_hours: float, cluster: Mapping[str, Any], on_gpu: bool
 ) -> tuple[float, float] | None:
     """Return the cost of GPU-hours at best and at worst, or None without a price.
@@ -399,9 +405,9 @@ def compute_cost(
     return None if price is None or not on_gpu else (min_gpu_hours * price, max_gpu_hours * price)
 
 
-def _find_state(
-    s: Subject,
-    checked: Checked,
+def _find_cell_state(
+    s: CellToPlan,
+    checked: StudyCheck,
     cell_record: Mapping[str, Any] | None,
     fit: DeviceFit | None,
     recorded_time: Span | None,
@@ -421,7 +427,7 @@ def _find_state(
         return "failed", failed
     if fit is None:
         reason = checked.rehearsals_by_request[s.request].unpredicted_reason
-        if s.request.by_command and recorded_time is not None:
+        if s.request.is_trained_by_command and recorded_time is not None:
             reason = f"{reason}: {' to '.join(map(format_seconds, recorded_time))} by {recorded_time.source}"
         return "to do", f"could not be predicted: {reason}"
     if not fit.may_run:
@@ -432,7 +438,7 @@ def _find_state(
     return "to do", ""
 
 
-def _describe_data_placement_remedy(s: Subject, fit: DeviceFit) -> str:
+def _describe_data_placement_remedy(s: CellToPlan, fit: DeviceFit) -> str:
     """Return a text on the setting with which the data set leaves the device's memory.
 
     The text is empty if the data are less than a tenth of the need.
@@ -448,6 +454,6 @@ def _describe_data_placement_remedy(s: Subject, fit: DeviceFit) -> str:
     return f"{held} (data_placement: host stores them in host memory)"
 
 
-def get_longest_time_s(fit: DeviceFit | None) -> int | None:
+def get_max_time_of_cell_s(fit: DeviceFit | None) -> int | None:
     """Return the upper end of a cell's predicted time in whole seconds, or None."""
     return None if fit is None or fit.total_span is None else round(fit.total_span.high_s)

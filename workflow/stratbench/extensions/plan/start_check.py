@@ -41,7 +41,7 @@ def find_network_faults(
         cells: The cells to train.
         on_other_machines: Whether other machines train the models.
     """
-    by_key = {_make_network_key(study, cell): cell for cell in cells}
+    by_key = {_make_check_key(study, cell): cell for cell in cells}
     by_key.pop(None, None)
     if not by_key or find_spec("torch") is None:
         return []
@@ -72,7 +72,7 @@ def find_network_faults(
     return faults
 
 
-def _make_network_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
+def _make_check_key(study: Study, cell: Cell) -> tuple[str, ...] | None:
     """Return a key that is equal for cells whose models have the same check.
 
     Return None if there is nothing to check.
@@ -93,13 +93,13 @@ def main() -> int:
     """
     # Imported here, since Snakemake imports this module often, and the check takes long to import.
     from stratbench.extensions.plan.check import Network, check_networks
-    from stratbench.extensions.plan.needs import make_subject
+    from stratbench.extensions.plan.needs import make_cell_to_plan
 
     content = json.load(sys.stdin)
     config = content["config"]
     study = Study(config, config["study"])
     with redirect_stdout(sys.stderr):
-        subjects = [make_subject(config, study, Cell(**cell)) for cell in content["cells"]]
+        subjects = [make_cell_to_plan(config, study, Cell(**cell)) for cell in content["cells"]]
         requests = {s.request: s.settings.device != "cpu" for s in subjects}
         networks = check_networks(requests, Path(config["results"]) / "plan-cache")
     faults = {

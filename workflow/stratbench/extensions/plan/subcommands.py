@@ -11,7 +11,7 @@ from stratbench.command import CommandError
 from stratbench.command.in_folder import check_packages_installed
 from stratbench.command.subcommands import (
     SubcommandAdder,
-    apply_config_pairs,
+    apply_config_changes,
     check_no_unknown_arguments,
     print_rule_answer,
     print_rule_answer_with_torch,
@@ -21,7 +21,7 @@ from stratbench.study.model_question import add_question_options, format_questio
 
 def add_subcommands(add_subcommand: SubcommandAdder) -> None:
     """Add `plan` and `check` to the command line."""
-    plan = add_subcommand("plan", run_plan, "predict memory, time and cost of each cell")
+    plan = add_subcommand("plan", run_plan_subcommand, "predict memory, time and cost of each cell")
     plan.add_argument(
         "--model",
         metavar="NAME",
@@ -46,12 +46,12 @@ def add_subcommands(add_subcommand: SubcommandAdder) -> None:
     )
 
 
-def run_plan(args: argparse.Namespace, unknown_args: list[str]) -> int:
+def run_plan_subcommand(args: argparse.Namespace, unknown_args: list[str]) -> int:
     """Run `stratbench plan`, for a study or for a single model."""
     check_packages_installed("torch")
     if args.model is not None:
-        return plan_model(args, unknown_args)
-    check_single_model_options(args)
+        return plan_single_model(args, unknown_args)
+    check_no_single_model_options(args)
     if args.out is not None:
         raise CommandError(
             "--out: needs --model; the plan of a study is written to the folder `results` of its config"
@@ -59,7 +59,7 @@ def run_plan(args: argparse.Namespace, unknown_args: list[str]) -> int:
     return print_rule_answer(args, unknown_args)
 
 
-def check_single_model_options(args: argparse.Namespace) -> None:
+def check_no_single_model_options(args: argparse.Namespace) -> None:
     """Raise CommandError for an option that applies to a single model only."""
     if args.dataset is not None:
         raise CommandError("--dataset: applies to a single model; add --model NAME")
@@ -67,13 +67,13 @@ def check_single_model_options(args: argparse.Namespace) -> None:
         raise CommandError(f"{option}: needs --model NAME and --gpus N; add them")
 
 
-def plan_model(args: argparse.Namespace, unknown_args: list[str]) -> int:
+def plan_single_model(args: argparse.Namespace, unknown_args: list[str]) -> int:
     """Run `stratbench plan --model NAME`, with the config of this folder if there is one."""
     import yaml
 
     from stratbench.extensions.plan.__main__ import main as make_plan
     from stratbench.study.config.messages import ConfigError
-    from stratbench.study.config.yaml_traps import check_duplicate_keys, check_yaml_syntax
+    from stratbench.study.config.yaml_traps import check_duplicate_yaml_keys, check_yaml_syntax
 
     check_no_unknown_arguments([*unknown_args, *(["--study"] if args.study else [])])
     path = Path("config.yaml")
@@ -81,13 +81,13 @@ def plan_model(args: argparse.Namespace, unknown_args: list[str]) -> int:
     if path.is_file():
         try:
             check_yaml_syntax(path)
-            check_duplicate_keys(path)
+            check_duplicate_yaml_keys(path)
         except ConfigError as error:
             raise CommandError(str(error)) from None
         config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     arguments = [
         "--config",
-        json.dumps(apply_config_pairs(config, args.config)),
+        json.dumps(apply_config_changes(config, args.config)),
         "--model",
         args.model,
     ]

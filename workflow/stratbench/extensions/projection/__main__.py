@@ -15,11 +15,11 @@ from typing import Any
 
 from stratbench.extensions.plan.schedule import read_records_by_cell
 from stratbench.extensions.projection.evidence import ProjectionInputs, gather_projection_inputs
-from stratbench.extensions.projection.memory import project_peaks
-from stratbench.extensions.projection.project import Projection, describe_projected_count
+from stratbench.extensions.projection.memory import project_peak_memory
+from stratbench.extensions.projection.project import Projection, describe_projected_step_time
 from stratbench.extensions.projection.study import (
-    iter_with_progress,
-    list_doublings,
+    iter_inputs_with_progress,
+    list_doubled_counts,
     make_cell_subject,
     make_subject_device,
     project_strategy,
@@ -27,11 +27,11 @@ from stratbench.extensions.projection.study import (
 from stratbench.extensions.projection.table import (
     Row,
     TrainingFacts,
-    make_rows,
-    make_unfit_rows,
-    write_csv,
+    make_projection_rows,
+    make_refused_rows,
+    write_projection_csv,
 )
-from stratbench.extensions.projection.target import compute_share_to_target
+from stratbench.extensions.projection.target import compute_share_to_target_score
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 
@@ -63,12 +63,13 @@ def main(argv: list[str] | None = None) -> int:
         out = args.out or Path(config["results"]) / study.name / "projection.csv"
         evidences = gather_projection_inputs(read_records_by_cell(study, config["results"]))
         by_evidence = [
-            (e, *project_inputs(config, study, e, args.most)) for e in iter_with_progress(evidences)
+            (e, *make_rows_and_projections(config, study, e, args.most))
+            for e in iter_inputs_with_progress(evidences)
         ]
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    write_csv(out, [row for _, rows, _ in by_evidence for row in rows])
+    write_projection_csv(out, [row for _, rows, _ in by_evidence for row in rows])
     if args.most:  # `stratbench decide` uses this option, and prints results itself
         return 0
     if not by_evidence:
@@ -78,12 +79,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     for evidence, _, made in by_evidence:
-        print(describe_strategy(evidence, made))
+        print(describe_strategy_projection(evidence, made))
     print(f"Written: {out}")
     return 0
 
 
-def project_inputs(
+def make_rows_and_projections(
     config: Mapping[str, Any],
     study: Study,
     evidence: ProjectionInputs,
@@ -101,34 +102,38 @@ def project_inputs(
     """
     base = study.resolve_base_strategy(evidence.strategy)[0]
     if evidence.unfit_reason:
-        return make_unfit_rows(evidence, base, [max_workers] if max_workers else []), []
+        return make_refused_rows(evidence, base, [max_workers] if max_workers else []), []
     measured = [p.workers for p in evidence.measured_steps]
-    counts = list_doublings(measured[-1], max_workers or MAX_WORKERS)
+    counts = list_doubled_counts(measured[-1], max_workers or MAX_WORKERS)
     if max_workers and max_workers not in {*counts, *measured}:
         counts.append(max_workers)
     made = project_strategy(config, study, evidence, counts)
     workers = [p.workers for p in made if p.interval]
     at = {n: make_cell_subject(config, study, evidence, n) for n in (*measured, *workers)}
-    peaks = project_peaks(
+    peaks = project_peak_memory(
         [at[n] for n in workers],
         [(at[n], r) for n, r in zip(measured, evidence.records_by_count, strict=True)],
         make_subject_device(config, at[measured[-1]]).resident_threads,
         Path(config["results"]) / "plan-cache",
     )
-    target = compute_share_to_target(study.get_target_scores().get(evidence.experiment), evidence)
-    price = None if evidence.is_on_cpu else read_gpu_price(config)
+    target = compute_share_to_target_score(
+        study.get_target_scores().get(evidence.experiment), evidence
+    )
+    price = None if evidence.is_on_cpu else read_price_per_gpu_hour(config)
     facts = TrainingFacts({n: s.steps for n, s in at.items()}, *target, price)
-    rows = make_rows(evidence, base, made, dict(zip(workers, peaks, strict=True)), facts)
+    rows = make_projection_rows(evidence, base, made, dict(zip(workers, peaks, strict=True)), facts)
     return rows, made
 
 
-def read_gpu_price(config: Mapping[str, Any]) -> float | None:
+def read_price_per_gpu_hour(config: Mapping[str, Any]) -> float | None:
     """Return the price of a GPU per hour from the block `decide`, else from `cluster`."""
     price = config["decide"]["price_per_gpu_hour"]
     return config["cluster"]["price_per_gpu_hour"] if price is None else price
 
 
-def describe_strategy(evidence: ProjectionInputs, projections: Sequence[Projection]) -> str:
+def describe_strategy_projection(
+    evidence: ProjectionInputs, projections: Sequence[Projection]
+) -> str:
     """Return a text on one strategy's projections, with a line per number of workers.
 
     Beyond the largest projected number, only the first refused one has a line.
@@ -140,8 +145,12 @@ def describe_strategy(evidence: ProjectionInputs, projections: Sequence[Projecti
     measured = ", ".join(str(p.workers) for p in evidence.measured_steps)
     lines = [f"{title}: {evidence.scaling} scaling, measured on {measured} {unit}"]
     most = max((p.workers for p in projections if not p.refusal_reason), default=0)
-    lines += [f"  {describe_projected_count(p, unit)}" for p in projections if p.workers <= most]
-    lines += [f"  {describe_projected_count(p, unit)}" for p in projections if p.workers > most][:1]
+    lines += [
+        f"  {describe_projected_step_time(p, unit)}" for p in projections if p.workers <= most
+    ]
+    lines += [
+        f"  {describe_projected_step_time(p, unit)}" for p in projections if p.workers > most
+    ][:1]
     return "\n".join(lines)
 
 

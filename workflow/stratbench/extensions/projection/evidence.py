@@ -18,7 +18,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.extensions.links.collective_cost import LinkLayout
 from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.request import Request
-from stratbench.extensions.plan.needs import Subject
+from stratbench.extensions.plan.needs import CellToPlan
 from stratbench.extensions.projection.links import Unmeasured, read_links
 from stratbench.extensions.projection.naive import MeasuredStep, Scaling
 from stratbench.extensions.projection.project import StepReplay
@@ -28,7 +28,7 @@ from stratbench.extensions.projection.servers import (
     compute_asynchronous_step_s,
     compute_synchronous_step_s,
 )
-from stratbench.extensions.projection.stragglers import Stragglers, fit_stragglers
+from stratbench.extensions.projection.stragglers import Stragglers, read_stragglers
 from stratbench.strategies import get_traits
 from stratbench.telemetry.collectives import CollectiveCall
 
@@ -75,7 +75,7 @@ class ProjectionInputs:
     @property
     def stragglers(self) -> Stragglers | None:
         """Computation times of the workers on the largest worker count. None if not recorded."""
-        return fit_stragglers(self.records_by_count[-1])
+        return read_stragglers(self.records_by_count[-1])
 
     @property
     def host_issue_s(self) -> float | None:
@@ -228,7 +228,7 @@ class LinkReplay:
 
 
 def make_link_replay(
-    make_subject_at: Callable[[int], Subject],
+    make_subject_at: Callable[[int], CellToPlan],
     evidence: ProjectionInputs,
     device: Device,
     links_path: Path,
@@ -316,8 +316,8 @@ def _make_slowest_worker_factor(stragglers: Stragglers | None) -> Callable[[int,
 
 
 def _make_server_replay(
-    make_subject_at: Callable[[int], Subject],
-    subject: Subject,
+    make_subject_at: Callable[[int], CellToPlan],
+    subject: CellToPlan,
     evidence: ProjectionInputs,
     links_path: Path,
     count_nodes_at: Callable[[int], int],

@@ -15,7 +15,7 @@ from stratbench.extensions.links.collective_cost import (
     Level,
     LinkLayout,
     LinkModel,
-    get_named_algorithms,
+    get_algorithms_by_name,
 )
 from stratbench.telemetry.collectives import CollectiveCall
 
@@ -88,7 +88,7 @@ class Links:
             KeyError: For a kind without an algorithm of the library.
         """
         n_bytes = call.n_bytes + samples * call.bytes_per_sample
-        layout, groups_per_link = _lay_out_group(layout, call)
+        layout, groups_per_link = _get_group_layout(layout, call)
         if layout.workers == 1:
             return CollectiveTime(0.0, "none")
         self.check_measured_size(call.collective_name, n_bytes)
@@ -113,11 +113,11 @@ class Links:
             CollectiveTime(
                 a(call.collective_name, n_bytes, layout).compute_seconds(links), a.__name__
             )
-            for a in get_named_algorithms(name, self.library, call.collective_name)
+            for a in get_algorithms_by_name(name, self.library, call.collective_name)
         )
 
 
-def _lay_out_group(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
+def _get_group_layout(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
     """Return the layout of a collective's group, and how many groups share a node's link.
 
     If a node's ranks cannot be divided into groups of neighbours, some group spans two nodes, and limits all.
@@ -156,7 +156,7 @@ def read_links(path: Path, library: str) -> Links:
                 measured.setdefault(row["kind"], {})[row["level"]] = link
                 largest[row["kind"]] = int(row["largest_bytes"])
                 algorithms[row["kind"]] = row["algorithm"]
-                get_named_algorithms(row["algorithm"], library, row["kind"])
+                get_algorithms_by_name(row["algorithm"], library, row["kind"])
                 slowed = float(row["kappa"] or "nan")
                 compute_slowdown = slowed if math.isfinite(slowed) else compute_slowdown
     except (KeyError, TypeError, ValueError) as error:

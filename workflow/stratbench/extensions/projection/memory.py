@@ -9,13 +9,13 @@ from statistics import median
 from typing import Any
 
 from stratbench.extensions.plan.against_records import (
-    compute_bytes_before_steps,
+    compute_bytes_before_first_step,
     get_measured_peak_bytes,
 )
 from stratbench.extensions.plan.check import rehearse_requests
 from stratbench.extensions.plan.footprint.footprint import MemoryPeak
 from stratbench.extensions.plan.footprint.traffic import PARTS
-from stratbench.extensions.plan.needs import Subject, compute_subject_data_bytes
+from stratbench.extensions.plan.needs import CellToPlan, compute_data_bytes_on_device
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class ProjectedPeak:
     high_bytes: float
 
 
-def project_peaks(
-    wanted_cells: Sequence[Subject],
-    measured_cells: Sequence[tuple[Subject, Sequence[Mapping[str, Any]]]],
+def project_peak_memory(
+    wanted_cells: Sequence[CellToPlan],
+    measured_cells: Sequence[tuple[CellToPlan, Sequence[Mapping[str, Any]]]],
     resident_threads: int,
     cache_folder: Path,
 ) -> list[ProjectedPeak | None]:
@@ -49,18 +49,18 @@ def project_peaks(
     subjects = [*wanted_cells, *(s for s, _ in measured_cells)]
     _, dry_runs = rehearse_requests([s.request for s in subjects], cache_folder)
 
-    def plan_peak_of_subject(subject: Subject) -> tuple[MemoryPeak, int] | None:
+    def plan_peak_of_subject(subject: CellToPlan) -> tuple[MemoryPeak, int] | None:
         footprint = dry_runs[subject.request].footprint
         if footprint is None:
             return None
         fullest = footprint.find_fullest_rank(subject.samples_per_step, resident_threads)
         peak, data = (
             fullest.compute_training_peak(subject.samples_per_step, resident_threads),
-            compute_subject_data_bytes(subject),
+            compute_data_bytes_on_device(subject),
         )
         parts = dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data}
         whole = MemoryPeak(peak.n_bytes + data, peak.phase, parts)
-        return whole, compute_bytes_before_steps(fullest, whole)
+        return whole, compute_bytes_before_first_step(fullest, whole)
 
     off = []
     for s, records in measured_cells:

@@ -42,7 +42,7 @@ def scale_step_time_perfectly(measured: MeasuredStep, scaling: Scaling, workers:
     return measured.step_s * (measured.workers / workers if scaling == "strong" else 1.0)
 
 
-def project_perfect_scaling(
+def project_by_perfect_scaling(
     measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> float:
     """Return the seconds of a step by perfect scaling from the largest measured worker count.
@@ -55,7 +55,7 @@ def project_perfect_scaling(
     return scale_step_time_perfectly(measured_steps[-1], scaling, workers)
 
 
-def project_constant_loss(
+def project_by_constant_loss(
     measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> float:
     """Return the seconds of a step by an equal loss of efficiency per doubling.
@@ -68,11 +68,11 @@ def project_constant_loss(
         workers: Number of workers.
     """
     if len(measured_steps) < 2:
-        return project_perfect_scaling(measured_steps, scaling, workers)
+        return project_by_perfect_scaling(measured_steps, scaling, workers)
     before, last = measured_steps[-2:]
     lost = last.step_s / scale_step_time_perfectly(before, scaling, last.workers)
     doublings = math.log2(workers / last.workers) / math.log2(last.workers / before.workers)
-    return project_perfect_scaling(measured_steps, scaling, workers) * lost**doublings
+    return project_by_perfect_scaling(measured_steps, scaling, workers) * lost**doublings
 
 
 def project_by_a_plus_b_over_n(
@@ -90,7 +90,7 @@ def project_by_a_plus_b_over_n(
         workers: Number of workers.
     """
     if len(measured_steps) < 2:
-        return project_perfect_scaling(measured_steps, scaling, workers)
+        return project_by_perfect_scaling(measured_steps, scaling, workers)
     import numpy as np  # imported here, because the import takes 0.1 s and few commands need it
 
     times = np.array([p.step_s for p in measured_steps])
@@ -101,8 +101,8 @@ def project_by_a_plus_b_over_n(
 
 
 RULES: dict[str, Rule] = {
-    "perfect": project_perfect_scaling,
-    "same loss per doubling": project_constant_loss,
+    "perfect": project_by_perfect_scaling,
+    "same loss per doubling": project_by_constant_loss,
     "a + b/N": project_by_a_plus_b_over_n,
 }
 
@@ -115,7 +115,7 @@ def compute_log_error(projected_s: float, measured_s: float) -> float:
     return math.log(max(projected_s / measured_s, 1e-3))
 
 
-def compute_forward_errors(
+def compute_log_errors_from_smaller_counts(
     rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling
 ) -> dict[int, float]:
     """Return the log error of each measured count that is projected from smaller counts.
@@ -167,11 +167,15 @@ def measure_skill(rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: S
     if len(measured_steps) < 3:
         return Skill(None, "a + b/N", {})
     errors = {
-        name: _average_absolute_errors(compute_forward_errors(r, measured_steps, scaling))
+        name: _average_absolute_errors(
+            compute_log_errors_from_smaller_counts(r, measured_steps, scaling)
+        )
         for name, r in RULES.items()
     }
     best = min(errors, key=errors.__getitem__)
-    own = _average_absolute_errors(compute_forward_errors(rule, measured_steps, scaling))
+    own = _average_absolute_errors(
+        compute_log_errors_from_smaller_counts(rule, measured_steps, scaling)
+    )
     if errors[best] == 0:
         return Skill(0.0 if own == 0 else -math.inf, best, errors)
     return Skill(1 - own / errors[best], best, errors)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from stratbench.extensions.plan.schedule import PlanAddition
-from stratbench.extensions.projection.study import project_trainings
+from stratbench.extensions.projection.study import project_training_durations
 
-ADDITION = PlanAddition(durations=project_trainings)
+ADDITION = PlanAddition(durations=project_training_durations)

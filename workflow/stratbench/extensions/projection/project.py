@@ -112,14 +112,14 @@ def project_step_times(
     name, rule = BY_COUNTS, naive.project_by_a_plus_b_over_n
     skill = naive.measure_skill(rule, measured_steps, scaling)
     if replay_step is not None:
-        by_replay = make_link_rule(replay_step, host_issue_s=host_issue_s)
+        by_replay = make_replay_rule(replay_step, host_issue_s=host_issue_s)
         replay_skill = naive.measure_skill(by_replay, measured_steps, scaling)
         is_good = replay_skill.matches_best_naive_rule or len(measured_steps) < MIN_TO_GIVE_WAY
         if is_good and _has_informative_interval(by_replay, measured_steps, scaling):
             name, rule, skill = BY_LINKS, by_replay, replay_skill
     by_links = name == BY_LINKS
     more = (
-        make_link_rule(replay_step, replay_step_slowed, host_issue_s)
+        make_replay_rule(replay_step, replay_step_slowed, host_issue_s)
         if by_links and replay_step_slowed
         else rule
     )
@@ -130,15 +130,15 @@ def project_step_times(
             measured_steps, workers, nodes, measured_levels, make_queue, by_links, has_servers
         )
         if not (reason or by_links):
-            reason = _count_fit_refusal_reason(measured_steps, scaling, workers)
+            reason = _fit_refusal_reason(measured_steps, scaling, workers)
         interval, limit_s = None, 0.0
         if not reason:
-            apart = _compute_log_ratio(more, rule, measured_steps, scaling, workers)
-            interval = _compute_interval(rule, measured_steps, scaling, workers, apart)
+            apart = _compute_log_ratio_of_rules(more, rule, measured_steps, scaling, workers)
+            interval = _compute_projected_interval(rule, measured_steps, scaling, workers, apart)
             limit_s = host_issue_s if by_links and interval.middle_s <= host_issue_s else 0.0
-            interval = _widen_for_repeats(interval, repeat_half_width_ln)
+            interval = _widen_interval_for_repeats(interval, repeat_half_width_ln)
             if not skill.matches_best_naive_rule:
-                interval = _widen_to_contain(interval, naive_s[skill.best_naive_rule])
+                interval = _widen_interval_to_contain(interval, naive_s[skill.best_naive_rule])
         projections.append(
             Projection(workers, nodes, reason, interval, name, naive_s, skill, limit_s)
         )
@@ -152,7 +152,7 @@ def _has_informative_interval(
     return 2 * _compute_half_width_ln(rule, measured_steps, scaling, 1.0) <= math.log(MAX_SPREAD)
 
 
-def _count_fit_refusal_reason(
+def _fit_refusal_reason(
     measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
     """Return why a fit of a + b/N cannot project to `workers`, or None."""
@@ -168,7 +168,7 @@ def _count_fit_refusal_reason(
     return None
 
 
-def _widen_for_repeats(interval: Interval, repeat_half_width_ln: float) -> Interval:
+def _widen_interval_for_repeats(interval: Interval, repeat_half_width_ln: float) -> Interval:
     """Return an interval for any single repeat, which is wider than for the median."""
     if not repeat_half_width_ln:
         return interval
@@ -180,14 +180,14 @@ def _widen_for_repeats(interval: Interval, repeat_half_width_ln: float) -> Inter
     )
 
 
-def _widen_to_contain(interval: Interval, step_s: float) -> Interval:
+def _widen_interval_to_contain(interval: Interval, step_s: float) -> Interval:
     """Return the interval, widened to contain the step time `step_s` if this is above 0."""
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
 
 
-def _compute_log_ratio(
+def _compute_log_ratio_of_rules(
     rule: Rule,
     other_rule: Rule,
     measured_steps: Sequence[MeasuredStep],
@@ -200,7 +200,7 @@ def _compute_log_ratio(
     )
 
 
-def make_link_rule(
+def make_replay_rule(
     replay_step: StepReplay,
     replay_projected_step: StepReplay | None = None,
     host_issue_s: float = 0.0,
@@ -305,7 +305,7 @@ def compute_left_out_errors(
     return errors
 
 
-def _compute_interval(
+def _compute_projected_interval(
     rule: Rule,
     measured_steps: Sequence[MeasuredStep],
     scaling: Scaling,
@@ -369,7 +369,7 @@ def _describe_rule(projection: Projection) -> str:
     return f"{projection.rule}, limited by the host, which needs {host} to issue a step"
 
 
-def describe_projected_count(projection: Projection, unit: str = "GPUs") -> str:
+def describe_projected_step_time(projection: Projection, unit: str = "GPUs") -> str:
     """Return a sentence on a projected step time, or why there is none."""
     if projection.refusal_reason:
         return f"{projection.workers} {unit}: not projected: {projection.refusal_reason}."

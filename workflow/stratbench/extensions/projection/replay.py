@@ -84,7 +84,7 @@ def simulate_step_s(
 
     def advance_computation_to_share(share: float) -> None:
         nonlocal now, done
-        now = _finish_computation(
+        now = _compute_computation_end_s(
             now, max(0.0, share - done) * compute_s, find_last_collective_end(), compute_slowdown
         )
         done = max(done, share)
@@ -137,7 +137,7 @@ def is_host_unblocked(num_operations: int, issue_s: float, step_s: float) -> boo
     return issue_s <= NEAR_HOST * step_s and num_operations * (1 - issue_s / step_s) <= MAX_QUEUED
 
 
-def _finish_computation(
+def _compute_computation_end_s(
     begin_s: float, work_s: float, slowed_until_s: float, compute_slowdown: float
 ) -> float:
     """Return when a computation ends that is slower by a factor until `slowed_until_s`."""

@@ -36,7 +36,7 @@ class Stragglers:
         in ln.
         """
         raised_by = num_sd * self._compute_slowest_factor_sd_ln(workers) if num_sd else 0.0
-        return math.exp(_compute_log_slowest_factor(self.relative_step_times, workers) + raised_by)
+        return math.exp(_compute_slowest_factor_ln(self.relative_step_times, workers) + raised_by)
 
     def _compute_slowest_factor_sd_ln(self, workers: int) -> float:
         """Return the standard deviation of ln of the slowest worker's relative step time.
@@ -49,7 +49,7 @@ class Stragglers:
 
         n = len(self.relative_step_times)
         without = [
-            _compute_log_slowest_factor(np.delete(self.relative_step_times, i, axis=0), workers)
+            _compute_slowest_factor_ln(np.delete(self.relative_step_times, i, axis=0), workers)
             for i in range(n)
         ]
         jackknife = math.sqrt((n - 1) * float(np.var(without)))
@@ -66,7 +66,7 @@ class Stragglers:
         varying = np.quantile(logs - levels[:, None], _compute_midpoints(VARYING))
         drawn = levels.std(ddof=1) * ndtri(_compute_midpoints(LEVELS))
         both = np.exp(varying + drawn[:, None])
-        return _compute_log_slowest_factor(both, workers) - _compute_log_slowest_factor(
+        return _compute_slowest_factor_ln(both, workers) - _compute_slowest_factor_ln(
             np.exp(varying), workers
         )
 
@@ -78,7 +78,7 @@ def _compute_midpoints(num_parts: int) -> NDArray:
     return (np.arange(num_parts) + 0.5) / num_parts
 
 
-def _compute_log_slowest_factor(times: NDArray, workers: int) -> float:
+def _compute_slowest_factor_ln(times: NDArray, workers: int) -> float:
     """Return ln of the expected maximum of `workers` times that are drawn from `times`.
 
     The maximum is relative to the mean of `times`.
@@ -90,7 +90,7 @@ def _compute_log_slowest_factor(times: NDArray, workers: int) -> float:
     return math.log(float(ordered @ np.diff(share**workers)) / float(ordered.mean()))
 
 
-def normalise_own_times(times: NDArray) -> NDArray:
+def remove_common_delays(times: NDArray) -> NDArray:
     """Return step times without the delays that all workers have in the same step.
 
     The shape is [workers, steps], and the mean is about 1. A delay that all workers have makes none of them
@@ -114,7 +114,7 @@ def normalise_own_times(times: NDArray) -> NDArray:
     return times / times.mean()
 
 
-def fit_stragglers(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
+def read_stragglers(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
     """Return the distribution of workers' step times in records of one worker count.
 
     None if the records have too few steps or workers, or no own times.
@@ -130,6 +130,6 @@ def fit_stragglers(records: Sequence[Mapping[str, Any]]) -> Stragglers | None:
         own = np.array([s[-steps:] for s in series])
         if not own.all():  # a step time of 0, below the clock's resolution, has no logarithm
             return None
-        factors.append(normalise_own_times(own))
+        factors.append(remove_common_delays(own))
     steps = min((own.shape[1] for own in factors), default=0)
     return Stragglers(np.concatenate([own[:, -steps:] for own in factors])) if factors else None

@@ -19,7 +19,7 @@ from stratbench.extensions.plan.device_rates import (
     make_gpu_device,
 )
 from stratbench.extensions.plan.duration import ProjectedDuration, Span
-from stratbench.extensions.plan.needs import Subject, make_subject
+from stratbench.extensions.plan.needs import CellToPlan, make_cell_to_plan
 from stratbench.extensions.projection.evidence import (
     LinkReplay,
     ProjectionInputs,
@@ -54,7 +54,7 @@ def project_strategy(
     """
 
     @cache
-    def make_subject_at(workers: int) -> Subject:
+    def make_subject_at(workers: int) -> CellToPlan:
         return make_cell_subject(config, study, evidence, workers)
 
     last = make_subject_at(evidence.measured_steps[-1].workers)
@@ -70,7 +70,7 @@ def project_strategy(
 
     @cache
     def find_untrainable_reason(workers: int) -> str | None:
-        return untrainable_reason(config, study, evidence, workers)
+        return untrainable_cell_reason(config, study, evidence, workers)
 
     on, make_queue, replayable = _find_link_replay(
         config, study, evidence, make_subject_at, device, counts, count_nodes_at
@@ -95,7 +95,7 @@ def project_strategy(
     return sorted(made, key=lambda p: p.workers)
 
 
-def project_trainings(
+def project_training_durations(
     config: Mapping[str, Any], study: Study, records: Mapping[Cell, Mapping[str, Any]]
 ) -> dict[Cell, ProjectedDuration]:
     """Return the projected durations of trainings, by cell, on unmeasured worker counts.
@@ -108,7 +108,7 @@ def project_trainings(
         records: The records of the study.
     """
     trainings = {}
-    for evidence in iter_with_progress(gather_projection_inputs(records)):
+    for evidence in iter_inputs_with_progress(gather_projection_inputs(records)):
         if evidence.unfit_reason:
             continue
         measured = {p.workers for p in evidence.measured_steps}
@@ -119,11 +119,13 @@ def project_trainings(
             == replace(evidence.largest_measured_cell, gpus=0, repeat=0)
         }
         largest = max(measured)
-        counts = sorted({*of_study, *list_doublings(largest, MAX_COUNT_RATIO * largest)} - measured)
+        counts = sorted(
+            {*of_study, *list_doubled_counts(largest, MAX_COUNT_RATIO * largest)} - measured
+        )
         for p in project_strategy(config, study, evidence, counts):
             if p.interval is not None:
                 cell = replace(evidence.largest_measured_cell, gpus=p.workers, repeat=0)
-                subject = make_subject(config, study, cell)
+                subject = make_cell_to_plan(config, study, cell)
                 low_s, high_s = (s * subject.steps for s in (p.interval.low_s, p.interval.high_s))
                 source = f"projected, 80 %: {describe_projection_basis(p, evidence.measured_steps)}"
                 trainings[cell] = ProjectedDuration(
@@ -132,7 +134,7 @@ def project_trainings(
     return trainings
 
 
-def iter_with_progress(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
+def iter_inputs_with_progress(evidences: Sequence[ProjectionInputs]) -> Iterator[ProjectionInputs]:
     """Yield each strategy's measurements, and show a progress bar."""
     with create_progress_bar(len(evidences), " strategies", "projected") as bar:
         for evidence in evidences:
@@ -142,7 +144,7 @@ def iter_with_progress(evidences: Sequence[ProjectionInputs]) -> Iterator[Projec
 
 def make_cell_subject(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
-) -> Subject:
+) -> CellToPlan:
     """Return a strategy's cell on a number of workers, as the plan needs it.
 
     Args:
@@ -151,16 +153,16 @@ def make_cell_subject(
         evidence: Measurements of the strategy.
         workers: Number of workers.
     """
-    return make_subject(config, study, replace(evidence.largest_measured_cell, gpus=workers))
+    return make_cell_to_plan(config, study, replace(evidence.largest_measured_cell, gpus=workers))
 
 
-def list_doublings(largest_measured: int, max_count: int) -> list[int]:
+def list_doubled_counts(largest_measured: int, max_count: int) -> list[int]:
     """Return 2, 4, 8 ... times the largest measured worker count, up to `max_count`."""
     num_doublings = max(0, int(math.log2(max_count / largest_measured)))
     return [largest_measured << k for k in range(1, 1 + num_doublings)]
 
 
-def make_subject_device(config: Mapping[str, Any], subject: Subject) -> Device:
+def make_subject_device(config: Mapping[str, Any], subject: CellToPlan) -> Device:
     cluster = config["cluster"]
     if subject.request.is_on_cuda:
         return make_gpu_device(
@@ -169,7 +171,7 @@ def make_subject_device(config: Mapping[str, Any], subject: Subject) -> Device:
     return make_cpu_device(cluster, subject.cell.gpus)
 
 
-def untrainable_reason(
+def untrainable_cell_reason(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> str | None:
     """Return why a strategy's cell cannot train on a number of workers. None if it can.
@@ -212,7 +214,7 @@ def _find_link_replay(
     config: Mapping[str, Any],
     study: Study,
     evidence: ProjectionInputs,
-    make_subject_at: Callable[[int], Subject],
+    make_subject_at: Callable[[int], CellToPlan],
     device: Device,
     counts: Sequence[int],
     count_nodes_at: Callable[[int], int],
@@ -239,7 +241,7 @@ def _find_link_replay(
         print(f"{evidence.strategy}: {error}; only the measured counts are used")
         return UsableReplay(None, None, replayable)
     for n in counts:
-        suited = untrainable_reason(config, study, evidence, n) is None
+        suited = untrainable_cell_reason(config, study, evidence, n) is None
         if suited and n <= MAX_COUNT_RATIO * points[-1].workers:
             with suppress(Unmeasured):
                 on.replay_step(n, 1.0)

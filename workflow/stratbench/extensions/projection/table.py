@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.projection.evidence import ProjectionInputs, compute_step_times_s
 from stratbench.extensions.projection.memory import ProjectedPeak
 from stratbench.extensions.projection.naive import scale_step_time_perfectly
@@ -120,7 +120,7 @@ class TrainingFacts:
     price_per_gpu_hour: float | None = None
 
 
-def make_rows(
+def make_projection_rows(
     evidence: ProjectionInputs,
     base_strategy: str,
     projections: Sequence[Projection],
@@ -233,7 +233,7 @@ def _make_interval_columns(
     return dict(zip(keys, values or (None, None, None), strict=True))
 
 
-def make_unfit_rows(
+def make_refused_rows(
     evidence: ProjectionInputs, base_strategy: str, counts: Sequence[int]
 ) -> list[Row]:
     """Return a row of kind `refused` per worker count, for a strategy without projections.
@@ -252,14 +252,14 @@ def make_unfit_rows(
     ]  # fmt: skip
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_projection_csv(path: Path, rows: Sequence[Row]) -> None:
     text = io.StringIO()
     names = [f.name for f in fields(Row)]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     writer.writerows([_format_csv_field(getattr(row, name)) for name in names] for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text.getvalue())
+    write_text_atomically(path, text.getvalue())
 
 
 def _format_csv_field(value: Any) -> Any:

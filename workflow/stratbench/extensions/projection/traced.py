@@ -24,7 +24,7 @@ def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
     # Imported here, because this module loads PyTorch, which takes seconds.
     from stratbench.extensions.plan.footprint import fake
 
-    trace, _ = fake.trace_steps(request, [samples])
+    trace, _ = fake.trace_training_steps(request, [samples])
     flops_per_s = device.flops_per_s or 1e12
     bytes_per_s = device.memory_bytes_per_s or CPU_MEMORY_BYTES_PER_S
 

@@ -22,7 +22,7 @@ from stratbench.extensions.queue.break_even import (
     name_asynchronous_mode,
     simulate_modes,
 )
-from stratbench.extensions.queue.history import AccountingHistory, WidthRow, read_history
+from stratbench.extensions.queue.history import AccountingHistory, WaitsOfWidth, read_history
 from stratbench.extensions.queue.request import NODES, QueueRequest
 from stratbench.extensions.queue.simulator import ALL, Arrival, Cluster, Rules
 from stratbench.statistics.intervals import IntervalEstimate
@@ -45,7 +45,7 @@ NOT_MODELLED = (
 )
 
 
-def simulate_and_answer(
+def simulate_queue_and_answer(
     request: QueueRequest,
     gpus_per_node: int,
     equivalence_margin: float,
@@ -79,8 +79,10 @@ def simulate_and_answer(
     # The load also includes the GPUs that the additional work of a growing queue would use.
     if history is not None:
         load = (history.mean_gpus_in_use + history.queue_growth_gpus) / capacity
-    known = [] if history is None else list(describe_history(history, nodes, gpus_per_node))
-    if reason := _find_refusal_reason(history, load, capacity):
+    known = (
+        [] if history is None else list(describe_accounting_history(history, nodes, gpus_per_node))
+    )
+    if reason := _find_no_answer_reason(history, load, capacity):
         return {
             "headline": f"With the queue: no answer. {reason}",
             "lines": [*known, NOT_MODELLED],
@@ -116,7 +118,7 @@ def simulate_and_answer(
         queue = make_recorded_queue(
             *shape, arrivals, lasting_h, BLOCKS, MOMENTS, history.simulated_window_begin_s
         )
-        known.append(_compare_with_record(history, arrivals, queue))
+        known.append(_compare_simulated_with_recorded_waits(history, arrivals, queue))
     worths = sorted({*WORTHS, *(request.sample_efficiency or ())}, reverse=True)
     done = 0
 
@@ -141,7 +143,7 @@ def simulate_and_answer(
         "mode": report.choice,
         "modes": report.make_mode_rows(),
         "even": {
-            mode: _format_break_even(report.compute_break_even_efficiency(mode))
+            mode: _format_break_even_efficiency(report.compute_break_even_efficiency(mode))
             for mode in MODES[:-1]
         },
     }
@@ -153,7 +155,7 @@ def _count_min_nodes(history: AccountingHistory, gpus_per_node: int) -> int:
     return -(-max(history.max_gpus_in_use, widest) // gpus_per_node)
 
 
-def _find_refusal_reason(
+def _find_no_answer_reason(
     history: AccountingHistory | None, load: float, capacity: int
 ) -> str | None:
     if history is not None and history.has_one_user:
@@ -176,7 +178,7 @@ def _find_refusal_reason(
     return None
 
 
-def _compare_with_record(
+def _compare_simulated_with_recorded_waits(
     history: AccountingHistory, arrivals: list[Arrival], queue: TrainingQueue
 ) -> str:
     """Return a sentence that compares the history's mean wait of jobs with the simulated one."""
@@ -201,7 +203,9 @@ def _compare_with_record(
     return f"{text}."
 
 
-def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int) -> list[str]:
+def describe_accounting_history(
+    history: AccountingHistory, nodes: int, gpus_per_node: int
+) -> list[str]:
     """Return sentences on a history: its jobs, GPUs in use, node failures and waits.
 
     Args:
@@ -228,7 +232,7 @@ def describe_history(history: AccountingHistory, nodes: int, gpus_per_node: int)
     return [*lines, *map(_describe_waits_of_width, history.iter_waits_by_width())]
 
 
-def _describe_waits_of_width(row: WidthRow) -> str:
+def _describe_waits_of_width(row: WaitsOfWidth) -> str:
     text = (
         f"{row.label} GPUs: {format_count(row.num_jobs, 'job')} waited {format_hours(row.mean_wait_s / 3600)} h "
         f"on average, {format_hours(row.median_wait_s / 3600)} h in the median, and one in ten over "
@@ -288,7 +292,7 @@ class _AnswerText:
             return text
         ratio = self.times.compute_mode_time_ratio(self.get_simulated_mode_name(self.choice), GANG)
         gang_h = _format_hours(self.times.compute_mean_hours(GANG).value)
-        text += f" That is {_format_ratio(ratio)} times as long as a gang takes ({gang_h})"
+        text += f" That is {_format_time_ratio(ratio)} times as long as a gang takes ({gang_h})"
         doubtful = ratio.high is not None and ratio.high > 1
         return f"{text}{', but the difference is within the noise' if doubtful else ''}."
 
@@ -300,7 +304,7 @@ class _AnswerText:
                 self.times.compute_mean_hours(self.get_simulated_mode_name(mode)),
                 self.times.compute_mode_time_ratio(self.get_simulated_mode_name(mode), GANG),
             )
-            others.append(f"{mode} {_format_hours(mean.value)}, {_format_ratio(ratio)}")
+            others.append(f"{mode} {_format_hours(mean.value)}, {_format_time_ratio(ratio)}")
         worth = f"at a sample efficiency of {min(self.request.sample_efficiency or (1.0,)):g}"
         texts = [
             f"Mean time from submission to result, and its ratio to a gang's: gang "
@@ -331,8 +335,8 @@ class _AnswerText:
         )
         text = (
             "Asynchronous workers break even with split synchronous workers "
-            f"({_describe_pause(self.request)}) at a sample efficiency of {_format_break_even(sync)}, and "
-            f"with a gang at {_format_break_even(gang)}"
+            f"({_describe_synchronous_pause(self.request)}) at a sample efficiency of {_format_break_even_efficiency(sync)}, and "
+            f"with a gang at {_format_break_even_efficiency(gang)}"
         )
         worth = self.request.sample_efficiency
         if worth is None:
@@ -363,7 +367,7 @@ class _AnswerText:
         return table
 
 
-def _describe_pause(request: QueueRequest) -> str:
+def _describe_synchronous_pause(request: QueueRequest) -> str:
     """Return a text on the pause of synchronous workers when one joins or leaves."""
     return f"pause {request.pause_s:g} s, {SOURCES[request.recovery]}"
 
@@ -372,11 +376,11 @@ def _format_hours(hours: float | None) -> str:
     return "?" if hours is None else f"{hours:.3g} h"
 
 
-def _format_ratio(ratio: IntervalEstimate) -> str:
+def _format_time_ratio(ratio: IntervalEstimate) -> str:
     return ratio.format_value_and_interval(lambda r: f"{r:.2f}")
 
 
-def _format_break_even(efficiency: IntervalEstimate) -> str:
+def _format_break_even_efficiency(efficiency: IntervalEstimate) -> str:
     """Format the sample efficiency with which modes are equally fast, also beyond the simulated range."""
     if efficiency.value == 0:
         return f"less than {WORTHS[-1]:g}"

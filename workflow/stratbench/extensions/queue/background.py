@@ -16,7 +16,7 @@ REQUEST_FACTORS = (1.5, 3.0, 10.0)
 MEDIAN_S, SIGMA, MIN_S, MAX_S = 1800.0, 1.4, 60.0, 86400.0
 
 
-def compute_requested_time_s(duration_s: float, request_factor: float) -> float:
+def compute_requested_wall_time_s(duration_s: float, request_factor: float) -> float:
     """Return a job's requested wall time: a multiple of its duration, rounded up to minutes."""
     return max(1, math.ceil(duration_s * request_factor / 60)) * 60.0
 
@@ -40,7 +40,11 @@ def make_poisson_arrivals(num_jobs: int, load: float, capacity: int, seed: int) 
         duration_s = rng.lognormvariate(math.log(MEDIAN_S), SIGMA)
         duration_s = min(MAX_S, max(MIN_S, duration_s))
         bodies.append(
-            (gpus, duration_s, compute_requested_time_s(duration_s, rng.choice(REQUEST_FACTORS)))
+            (
+                gpus,
+                duration_s,
+                compute_requested_wall_time_s(duration_s, rng.choice(REQUEST_FACTORS)),
+            )
         )
     gaps = [rng.expovariate(1.0) for _ in range(num_jobs)]
     scale = sum(gpus * s for gpus, s, _ in bodies) / (load * capacity) / sum(gaps)

@@ -9,7 +9,7 @@ from typing import Any
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence
 from stratbench.analysis.records.reading import Reading
-from stratbench.extensions.queue.answer import simulate_and_answer
+from stratbench.extensions.queue.answer import simulate_queue_and_answer
 from stratbench.extensions.queue.request import QueueRequest
 from stratbench.extensions.queue.section import make_queue_sections
 from stratbench.study.config.messages import ConfigError
@@ -36,12 +36,14 @@ class QueueEvidence(Evidence):
         request = QueueRequest(**block["queue"])
         margin = self.constraints.equivalence_margin
         try:
-            return simulate_and_answer(request, block["gpus_per_node"], margin, show_progress)
+            return simulate_queue_and_answer(
+                request, block["gpus_per_node"], margin, print_simulation_progress
+            )
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
 
-def show_progress(num_simulated: int, total: int) -> None:
+def print_simulation_progress(num_simulated: int, total: int) -> None:
     """Print the progress of the simulation after each quarter of all submission times."""
     if num_simulated * 4 // total > (num_simulated - 1) * 4 // total:
         print(

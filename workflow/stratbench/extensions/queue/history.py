@@ -89,7 +89,7 @@ class AccountingEntry:
 
 
 @dataclass(frozen=True)
-class WidthRow:
+class WaitsOfWidth:
     """Waits in the queue of all jobs with a similar number of GPUs.
 
     Attributes:
@@ -230,7 +230,7 @@ class AccountingHistory:
         failures = sum(e.state == "NODE_FAIL" for e in self.entries)
         return nodes * self.window_days / failures if failures else None
 
-    def iter_waits_by_width(self) -> Iterator[WidthRow]:
+    def iter_waits_by_width(self) -> Iterator[WaitsOfWidth]:
         """Yield the waits of jobs, by ranges of the number of GPUs."""
         for low, high in WIDTH_BINS:
             mine = [e for e in self.entries if low <= e.gpus <= high]
@@ -244,7 +244,7 @@ class AccountingHistory:
             ]
             backfilled = [e.is_backfilled for e in mine if e.is_backfilled is not None]
             median_s, p90_s = (float(q) for q in np.percentile(waits, [50, 90]))
-            yield WidthRow(
+            yield WaitsOfWidth(
                 label=str(low) if low == high else f"{low}+" if high == 10**9 else f"{low}-{high}",
                 num_jobs=len(mine),
                 mean_wait_s=statistics.fmean(waits),
@@ -316,7 +316,7 @@ def read_history(
     """
     with open(path, newline="", encoding="utf-8", errors="replace") as file:
         lines = list(csv.reader(file, delimiter="|", quoting=csv.QUOTE_NONE))
-    rows = list(_iter_rows(Path(path).name, lines))
+    rows = list(_iter_accounting_rows(Path(path).name, lines))
     if partition is not None:
         # The column Partition of a waiting job may name several partitions.
         in_partition = [r for r in rows if partition in r.get("Partition", "").split(",")]
@@ -328,7 +328,7 @@ def read_history(
             )
         rows = in_partition
     has_gpu_counts = any("gres/gpu" in r["AllocTRES"] + r.get("ReqTRES", "") for r in rows)
-    entries = [_make_entry(r, gpus_per_node, has_gpu_counts) for r in rows]
+    entries = [_make_accounting_entry(r, gpus_per_node, has_gpu_counts) for r in rows]
     with_gpus = tuple(e for e in entries if e.gpus)
     if not any(e.start_unix_s is not None for e in with_gpus):
         raise HistoryError(
@@ -337,7 +337,9 @@ def read_history(
     return AccountingHistory(with_gpus, not has_gpu_counts)
 
 
-def _iter_rows(file_name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[str, str]]:
+def _iter_accounting_rows(
+    file_name: str, lines: Sequence[Sequence[str]]
+) -> Iterator[dict[str, str]]:
     """Yield the values of each line of an accounting file, by column name."""
     names: Sequence[str] = FIELDS
     for number, values in enumerate(lines, 1):
@@ -358,18 +360,18 @@ def _iter_rows(file_name: str, lines: Sequence[Sequence[str]]) -> Iterator[dict[
         row = dict(zip(names, values, strict=True))
         for field in ("Submit", "Start", "End"):
             try:
-                _parse_time(row[field])
+                _parse_accounting_time(row[field])
             except ValueError:
                 raise HistoryError(
                     f"{file_name}, line {number}: {field} = {row[field]!r} is not a time such as "
                     "2026-01-31T12:00:00"
                 ) from None
-        if _parse_time(row["Submit"]) is None:
+        if _parse_accounting_time(row["Submit"]) is None:
             raise HistoryError(f"{file_name}, line {number}: has no time in the column Submit")
         yield row
 
 
-def _make_entry(
+def _make_accounting_entry(
     row: Mapping[str, str], gpus_per_node: int, has_gpu_counts: bool
 ) -> AccountingEntry:
     limit, nodes = row.get("TimelimitRaw", ""), row.get("NNodes", "")
@@ -377,14 +379,14 @@ def _make_entry(
     gpus = n * gpus_per_node
     if has_gpu_counts:
         gpus = parse_gpu_count(row["AllocTRES"]) or parse_gpu_count(row.get("ReqTRES", ""))
-    start_s, end_s = _parse_time(row["Start"]), _parse_time(row["End"])
+    start_s, end_s = _parse_accounting_time(row["Start"]), _parse_accounting_time(row["End"])
     # Older versions of SLURM record a start time for jobs that were cancelled in the queue.
     if not row["AllocTRES"]:
         start_s = None
     flags = row.get("Flags")
     return AccountingEntry(
-        submit_unix_s=_parse_time(row["Submit"]) or 0.0,
-        eligible_unix_s=_parse_time(row.get("Eligible", "")),
+        submit_unix_s=_parse_accounting_time(row["Submit"]) or 0.0,
+        eligible_unix_s=_parse_accounting_time(row.get("Eligible", "")),
         start_unix_s=start_s,
         end_unix_s=end_s,
         state=row["State"].split(" ")[0],
@@ -402,7 +404,7 @@ def parse_gpu_count(tres: str) -> int:
     return int(counts[""]) if "" in counts else sum(map(int, counts.values()))
 
 
-def _parse_time(text: str) -> float | None:
+def _parse_accounting_time(text: str) -> float | None:
     if text in ("", "Unknown", "None", "N/A"):
         return None
     if text.isdigit():  # with SLURM_TIME_FORMAT=%s, sacct prints seconds since 1970

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal
 
-from stratbench.cell.options import build_schema
+from stratbench.cell.options import build_dataclass_schema
 from stratbench.cell.settings import Keys, setting
 
 #: Number of nodes of the simulated cluster if it is unknown from the config and from a history.
@@ -86,7 +86,7 @@ class DecideQueue(Keys):
     """Key `queue` of the block `decide` in config.yaml."""
 
     # fmt: off
-    queue: dict[str, Any] | None = setting(None, additionalProperties=False, **build_schema(QueueRequest),
+    queue: dict[str, Any] | None = setting(None, additionalProperties=False, **build_dataclass_schema(QueueRequest),
         help="A training that waits in a cluster's queue. `decide` simulates whether its result comes "
         "sooner as one job (a gang) or as separate worker jobs (docs/elastic.md). null: no queue.")
     # fmt: on

@@ -19,7 +19,7 @@ def count_servers(s: Settings) -> int:
     return s.options["servers"] if has_servers(s) else 0
 
 
-def read_servers(job: Job) -> list[dict[str, Any]]:
+def read_finished_server_statistics(job: Job) -> list[dict[str, Any]]:
     """Return the statistics of a cell's parameter servers that ended by themselves, in order.
 
     A server that was killed has no statistics.

@@ -6,17 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from stratbench.cell.run_folder import parse_rank
-from stratbench.extensions.servers.cells import count_servers, read_servers
-from stratbench.extensions.servers.node import has_joined
+from stratbench.extensions.servers.cells import count_servers, read_finished_server_statistics
+from stratbench.extensions.servers.node import has_worker_joined
 from stratbench.extensions.servers.wire.link import RunEnded, ServerLost
 from stratbench.train.agent import Exits
-from stratbench.train.ending import Ending, find_first_reason, make_ending_at_limit
+from stratbench.train.ending import (
+    CellEnding,
+    find_first_reason_with_status,
+    make_hang_or_limit_ending,
+)
 from stratbench.train.job import Job
 
 
 def classify_served_ending(
     job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]
-) -> Ending:
+) -> CellEnding:
     """Return how a cell with parameter servers ended.
 
     If a worker was lost, the servers have decided whether the cell fails.
@@ -26,35 +30,38 @@ def classify_served_ending(
         exits: Exits of the cell's processes, with reasons.
         workers: Results of the workers by rank.
     """
-    servers = read_servers(job)
-    if diverged := find_first_reason(workers, "diverged"):
-        return Ending("diverged", diverged)
+    servers = read_finished_server_statistics(job)
+    if diverged := find_first_reason_with_status(workers, "diverged"):
+        return CellEnding("diverged", diverged)
     lost = next((f["error"] for f in servers if f["error"]), None)
     if lost:
         own = [
-            find_own_loss_reason(workers.get(w["worker"]))
+            find_worker_caused_error(workers.get(w["worker"]))
             for f in servers
             for w in f.get("lost", ())
         ]
-        return Ending("error", ": ".join([lost, *filter(None, own[:1])]))
+        return CellEnding("error", ": ".join([lost, *filter(None, own[:1])]))
     # The training does not begin before every worker has joined. So a worker's earlier error ends the cell.
     for rank, worker in workers.items():
-        if worker["status"] == "error" and not has_joined(job, rank):
-            return Ending("error", worker["reason"])
-    if exits.timed_out or exits.has_hung:
-        return make_ending_at_limit(job, exits)
+        if worker["status"] == "error" and not has_worker_joined(job, rank):
+            return CellEnding("error", worker["reason"])
+    if exits.reached_time_limit or exits.has_hung:
+        return make_hang_or_limit_ending(job, exits)
     if len(servers) < count_servers(job.settings):
         dead = next(
             (p for p in exits.processes if parse_rank(p.name) is None and p.exit_code), None
         )
-        return Ending("error", str(dead or "a parameter server left no statistics"))
+        return CellEnding("error", str(dead or "a parameter server left no statistics"))
     evaluates = not job.settings.steps  # a cell with a number of steps is not evaluated
     if not any(w["status"] == "ok" and (w["per_epoch"] or not evaluates) for w in workers.values()):
-        return Ending("error", find_first_reason(workers, "error") or "no worker lived to evaluate")
-    return Ending("ok", None)
+        return CellEnding(
+            "error",
+            find_first_reason_with_status(workers, "error") or "no worker lived to evaluate",
+        )
+    return CellEnding("ok", None)
 
 
-def find_own_loss_reason(worker: Mapping[str, Any] | None) -> str | None:
+def find_worker_caused_error(worker: Mapping[str, Any] | None) -> str | None:
     """Return a worker's error, unless the end of the servers caused the error.
 
     The result is None without such an error.

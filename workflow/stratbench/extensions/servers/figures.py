@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stratbench.extensions.servers.cells import read_servers
-from stratbench.extensions.servers.endings import find_own_loss_reason
+from stratbench.extensions.servers.cells import read_finished_server_statistics
+from stratbench.extensions.servers.endings import find_worker_caused_error
 from stratbench.extensions.servers.strategy import find_node_of_server
 from stratbench.train.job import Job
 
@@ -17,11 +17,11 @@ def make_server_entry(job: Job) -> dict[str, Any] | None:
 
     Each lost worker has the error that it reported. The result is None if no server left statistics.
     """
-    servers = read_servers(job)
+    servers = read_finished_server_statistics(job)
     if not servers:
         return None
     workers = job.folder.read_worker_results(job.world_size)
-    reasons = {rank: find_own_loss_reason(worker) for rank, worker in workers.items()}
+    reasons = {rank: find_worker_caused_error(worker) for rank, worker in workers.items()}
     entries = []
     for server in servers:
         lost = [entry | {"own_reason": reasons.get(entry["worker"])} for entry in server["lost"]]
@@ -81,7 +81,7 @@ def compute_node_link_traffic(job: Job, workers: list[dict[str, Any]]) -> dict[s
     }
 
 
-def sum_served_run(
+def compute_served_totals(
     workers: list[dict[str, Any]],
     servers: list[dict[str, Any]],
     samples_per_step: int,
@@ -105,7 +105,7 @@ def sum_served_run(
     tickets = first["tickets_settled"]
     for entry in per_epoch:
         losses = [w["losses"].get(str(entry["epoch"] - 1), {}) for w in workers]
-        entry["train_loss"] = compute_mean_loss(losses)
+        entry["train_loss"] = compute_mean_epoch_loss(losses)
     return {
         "train_time_s": max(server["train_time_s"] for server in servers),
         "samples_seen": tickets * samples_per_step,
@@ -116,15 +116,21 @@ def sum_served_run(
     }
 
 
-def compute_mean_loss(losses: Sequence[Mapping[str, tuple[float | None, float]]]) -> float | None:
+#: Sum of losses and sum of their weights in an epoch, by step. A sum that was not finite is None.
+SummedLossesByStep = Mapping[str, tuple[float | None, float]]
+
+
+def compute_mean_loss(worker_losses: Sequence[SummedLossesByStep]) -> float | None:
     """Return the mean training loss of an epoch over its steps.
 
-    `losses` has an element per worker: by step, the sum of losses and the sum of weights. The result is None
-    if a loss was not finite, or if no worker reported losses of this epoch.
+    The result is None if a loss was not finite, or if no worker reported losses of this epoch.
+
+    Args:
+        worker_losses: An element per worker.
     """
     steps: dict[str, list[tuple[float | None, float]]] = {}
-    for each in losses:
-        for number, sums in each.items():
+    for losses in worker_losses:
+        for number, sums in losses.items():
             steps.setdefault(number, []).append(sums)
     if not steps or any(total is None for parts in steps.values() for total, _ in parts):
         return None

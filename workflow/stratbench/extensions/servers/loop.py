@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from stratbench.cell.files import finite_or_none
+from stratbench.cell.files import replace_non_finite_by_none
 from stratbench.cell.settings import Settings
 from stratbench.strategies.base import Worker
 from stratbench.strategies.mesh import Mesh
@@ -19,8 +19,8 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.loop import (
-    Progress,
-    Result,
+    EpochProgress,
+    TrainingResult,
     build_epoch_entry,
     collect_and_freeze_garbage,
     describe_score,
@@ -37,9 +37,9 @@ def train_on_tickets(
     phases: Phases,
     log: PhaseLog,
     memory: MemoryMeter,
-    progress: Progress,
+    progress: EpochProgress,
     activities: Sequence[Any] = (),
-) -> Result:
+) -> TrainingResult:
     """Warm up, then train on the tickets of parameter servers until none is left.
 
     Workers do not wait for each other between epochs. The servers write a snapshot at the end of each epoch,
@@ -66,7 +66,7 @@ def train_on_tickets(
 
     with phases("warmup"):
         warm_up(strategy, data, worker)
-    passes = s.count_passes(data.train_samples)
+    passes = s.count_training_set_passes(data.train_samples)
     tables = make_epoch_table_copier(data, s, passes)
     memory.start()
     clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
@@ -87,7 +87,9 @@ def train_on_tickets(
             reports.submit(print, f"epoch {epoch + 1}/{passes} begun", flush=True)
         order, augmentation = tables(epoch)
         x, y = data.make_training_batch(order[where], augmentation)
-        if data.fetches_ahead and (likely := strategy.predict_next_ticket(data.train_samples)):
+        if data.fetches_next_batch_early and (
+            likely := strategy.predict_next_ticket(data.train_samples)
+        ):
             order, augmentation = tables(likely[0])
             data.prefetch(order[likely[1]], augmentation)
         clock.mark_phase_end("data")
@@ -102,25 +104,33 @@ def train_on_tickets(
     if samples:
         log.write_phase_event("train", "end")
     used = memory.read()
-    sums = {e: {n: sum_losses(v) for n, v in steps.items()} for e, steps in losses.items()}
+    sums = {e: {n: sum_batch_losses(v) for n, v in steps.items()} for e, steps in losses.items()}
     diverged = [
         f"training loss of epoch {e + 1}"
         for e, steps in sums.items()
         if not isfinite(sum(x for x, _ in steps.values()))
     ]
     finite_losses = {
-        e: {n: (finite_or_none(x), w) for n, (x, w) in steps.items()} for e, steps in sums.items()
+        e: {n: (replace_non_finite_by_none(x), w) for n, (x, w) in steps.items()}
+        for e, steps in sums.items()
     }
     if strategy.is_evaluator and not s.steps:
         with phases("eval"):
             diverged += evaluate_all_snapshots(strategy, data, worker, progress)
     reason = f"the {diverged[0]} is not a finite number" if diverged else None
-    return Result(
+    return TrainingResult(
         "diverged" if reason else "ok", reason, clock, progress, taken, samples, used, finite_losses,
     )  # fmt: skip
 
 
-def sum_losses(losses: list[torch.Tensor]) -> tuple[float, float]:
+class SummedLosses(NamedTuple):
+    """Sum of the losses of batches, and the sum of the batches' weights."""
+
+    loss: float
+    weight: float
+
+
+def sum_losses(losses: list[torch.Tensor]) -> SummedLosses:
     """Return the sum of the losses of batches, and the sum of the batches' weights.
 
     Args:
@@ -128,9 +138,8 @@ def sum_losses(losses: list[torch.Tensor]) -> tuple[float, float]:
     """
     stacked = torch.stack(losses).double()
     if stacked.dim() == 1:
-        return float(stacked.sum()), len(losses)
-    total, weight = stacked.sum(0).tolist()
-    return total, weight
+        return SummedLosses(float(stacked.sum()), len(losses))
+    return SummedLosses(*stacked.sum(0).tolist())
 
 
 def make_epoch_table_copier(
@@ -147,7 +156,8 @@ def make_epoch_table_copier(
         epochs: Number of epochs.
     """
     drawn = [
-        data.draw_epoch_tables(s.seed, epoch, s.augment).pack_tables() for epoch in range(epochs)
+        data.draw_order_and_augmentation(s.seed, epoch, s.augment).convert_to_small_integers()
+        for epoch in range(epochs)
     ]
 
     @lru_cache(maxsize=2)  # two epochs, because a lost worker's ticket may be of the previous epoch
@@ -174,7 +184,7 @@ def evaluate_epoch_snapshot(
 
 
 def evaluate_all_snapshots(
-    strategy: Any, data: DeviceData, worker: Worker, progress: Progress
+    strategy: Any, data: DeviceData, worker: Worker, progress: EpochProgress
 ) -> list[str]:
     """Evaluate the servers' snapshots of all epochs.
 

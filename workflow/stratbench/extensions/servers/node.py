@@ -13,7 +13,7 @@ from pathlib import Path
 from stratbench.cell.run_folder import RunFolder, format_server_name, format_worker_name, parse_rank
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.strategy import find_node_of_server, make_server_configs
-from stratbench.telemetry.timeline import read_phases
+from stratbench.telemetry.timeline import read_phase_intervals
 from stratbench.train.agent import NodeProcesses, create_workers, start_fork_server
 from stratbench.train.forkserver import Process
 from stratbench.train.job import Job
@@ -26,7 +26,7 @@ SERVER = "stratbench.extensions.servers.process:serve_parameters"
 def make_node_processes(job: Job, node: int) -> Iterator[NodeProcesses]:
     """Yield the processes of the servers and workers on a node, before their start."""
     with start_fork_server(job) as path:
-        servers = make_server_processes(path, job.folder, list_servers_of_node(job, node))
+        servers = make_server_processes(path, job.folder, list_server_configs_of_node(job, node))
         yield ServedProcesses(job, create_workers(job, node, path), servers)
 
 
@@ -45,15 +45,15 @@ class ServedProcesses(NodeProcesses):
         It may if the process is a worker that had joined the servers.
         """
         rank = parse_rank(name)
-        return rank is not None and has_joined(self.job, rank)
+        return rank is not None and has_worker_joined(self.job, rank)
 
-    def cannot_succeed(self, ended: Mapping[str, int]) -> bool:
+    def is_success_impossible(self, ended: Mapping[str, int]) -> bool:
         """Return whether all workers have ended, or the servers wait for an ended worker.
 
         The cell fails in both cases.
         """
         # On several nodes, workers of other nodes may still run. So this is checked on a single node only.
-        return super().cannot_succeed(ended) or (
+        return super().is_success_impossible(ended) or (
             self.job.n_nodes == 1 and all(p.name in ended for p in self.workers)
         )
 
@@ -90,17 +90,17 @@ def make_server_processes(
     ]
 
 
-def list_servers_of_node(job: Job, node: int) -> list[ServerConfig]:
+def list_server_configs_of_node(job: Job, node: int) -> list[ServerConfig]:
     """Return the configs of the parameter servers on a node."""
     host = socket.gethostname() if job.n_nodes > 1 else None
     configs = make_server_configs(job.settings, job.train_samples, job.folder, host)
     return [c for c in configs if find_node_of_server(job.settings, c.server, job.n_nodes) == node]
 
 
-def has_joined(job: Job, rank: int) -> bool:
+def has_worker_joined(job: Job, rank: int) -> bool:
     """Return whether the worker with rank `rank` has joined the servers.
 
     If a worker ends before it has joined, the servers still wait for it.
     """
-    phases = read_phases([job.folder.get_phase_log_path(rank)])
+    phases = read_phase_intervals([job.folder.get_phase_log_path(rank)])
     return any(p.phase == "build" and math.isfinite(p.end_s) for p in phases)

@@ -46,7 +46,7 @@ def serve_as_process(
     lock_cell_as_worker(folder.logs)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        status = serve(config, load_secret(folder.secret_path))["status"]
+        status = serve(config, load_secret(folder.job_secret_path))["status"]
     except Exception:
         traceback.print_exc()
         exit_immediately(EXIT_ERROR)

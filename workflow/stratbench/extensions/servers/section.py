@@ -17,11 +17,11 @@ TEMPLATE = Path(__file__).parent / "templates" / "servers.html.j2"
 
 def make_server_sections(inputs: ReportInput) -> Iterator[Section]:
     """Yield the report's section on parameter servers, if cells of the study have servers."""
-    if lines := list_server_rows(inputs.cells):
+    if lines := list_server_report_rows(inputs.cells):
         yield Section("servers", render_section(TEMPLATE, servers=lines), "Servers")
 
 
-def list_server_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
+def list_server_report_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the rows of the report's table on parameter servers.
 
     A row is of one strategy, model and number of workers, over all repeats.

@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.cell.text.words import format_names
 from stratbench.extensions.servers.policies.options import EveryPushOptions
-from stratbench.extensions.servers.policies.policies import get_policy_class, list_policies_for
+from stratbench.extensions.servers.policies.policies import (
+    get_policy_class,
+    list_policies_supporting,
+)
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.strategies import base, collective, get_strategy_class, refusals
 from stratbench.workload.network.precision import (
     PURE_BF16,
     create_autocast_context,
-    get_effective_dtypes,
+    get_weights_and_compute_dtypes,
 )
 from stratbench.workload.tasks import compute_loss_and_weight, divide_or_zero
 from stratbench.workload.users_code import ModelError
@@ -77,6 +80,8 @@ def get_strategy_of_policy(policy: str) -> type[ParameterServer]:
     return type(f"ServedBy{rules.__name__}", (ParameterServer,), facts)
 
 
+#: Number of an epoch, and a slice of its shuffled samples.
+EpochAndSlice = tuple[int, slice]
 #: Names of the settings of the servers' optimizer.
 HYPER = ("lr", "momentum", "weight_decay", "nesterov", "optimizer", "betas", "eps")
 
@@ -101,9 +106,9 @@ def make_server_configs(
     own = [spec.name for spec in fields(get_policy_class(strategy.policy).Options)]
     return [
         ServerConfig(
-            rendezvous=str(folder.rendezvous_path),
+            rendezvous=str(folder.server_rendezvous_path),
             workers=s.gpus,
-            epochs=s.count_passes(train_samples),
+            epochs=s.count_training_set_passes(train_samples),
             steps=s.steps,
             steps_per_epoch=train_samples // s.global_batch,
             slices_per_step=s.gpus * options.pushes_per_ticket,
@@ -211,7 +216,7 @@ class ParameterServer(base.Strategy):
     ) -> Iterator[str]:
         optimizer = values["optimizer"]
         if reason := cls.Options.refusal(optimizer):
-            others = ", ".join(list_policies_for(optimizer))
+            others = ", ".join(list_policies_supporting(optimizer))
             yield f".optimizer = {optimizer!r}: {reason} ({others} take it)"
         if values["precision"] == PURE_BF16:
             yield ".precision = 'bf16-true': servers keep the weights in float32; use bf16"
@@ -243,7 +248,7 @@ class ParameterServer(base.Strategy):
             )
         trial, trained = worker.trial, {n for n, p in model.named_parameters() if p.requires_grad}
         if changed := [name for name in trial.overwritten_parameters if name in trained]:
-            yield refusals.lost_changes_reason(changed)
+            yield refusals.lost_parameter_changes_reason(changed)
         if trial.unsaved_evaluation_state:
             yield (
                 f"forward changes {format_names(trial.unsaved_evaluation_state)}, and evaluation "
@@ -270,7 +275,7 @@ class ParameterServer(base.Strategy):
         self.flat = self.flatten()
         self.compiled = collective.compile_if_requested(model, worker.settings)
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
-        self.channel = self.connect()
+        self.channel = self.connect_to_servers()
         self.ticket: Ticket | Evaluation | None = None
         # Exchanges gradients and weights with the servers after backward. None once the run is over.
         self._exchange: Callable[[], None] | None = self.channel.rehearse_exchange
@@ -283,12 +288,12 @@ class ParameterServer(base.Strategy):
 
         return FlatSpace(self.model, shared=self.worker.settings.options["transport"] != "tcp")
 
-    def connect(self) -> Channel:
+    def connect_to_servers(self) -> Channel:
         """Connect this worker to the cell's servers, and return the channel to them."""
         by = self.worker.make_server_channel
-        return by(self._connect) if by else self._connect(None, 300.0)
+        return by(self._connect_channel) if by else self._connect_channel(None, 300.0)
 
-    def _connect(self, incarnation: int | None, deadline_s: float) -> Channel:
+    def _connect_channel(self, incarnation: int | None, deadline_s: float) -> Channel:
         from stratbench.extensions.servers.ps.client import Channel
         from stratbench.extensions.servers.wire.handshake import JoinRefused, load_secret
         from stratbench.workload.generators import OTHER_START
@@ -296,10 +301,10 @@ class ParameterServer(base.Strategy):
         worker, options = self.worker, self.worker.settings.options
         try:
             return Channel.connect(
-                worker.folder.rendezvous_path,
+                worker.folder.server_rendezvous_path,
                 worker.rank,
                 self.flat,
-                load_secret(worker.folder.secret_path),
+                load_secret(worker.folder.job_secret_path),
                 transport=options["transport"],
                 wire=options["wire"],
                 deadline_s=deadline_s,
@@ -327,7 +332,7 @@ class ParameterServer(base.Strategy):
 
     def iter_tickets(
         self, evaluate: Callable[[int], dict[str, float | None]] | None = None
-    ) -> Iterator[tuple[int, slice]]:
+    ) -> Iterator[EpochAndSlice]:
         """Yield the epoch of each batch, and the slice of the epoch's shuffled samples.
 
         The first batch comes when all workers are ready. The caller must call `step` for each batch. In an
@@ -335,8 +340,8 @@ class ParameterServer(base.Strategy):
         `Channel.send_evaluation` sends.
         """
         self.ticket = self._get_next_ticket(self.channel.wait_for_first_ticket)
-        self._before = self._exchange_counts()
-        self._exchange = self._take_ticket
+        self._before = self._get_exchange_counts()
+        self._exchange = self._push_and_take_ticket
         while self.ticket is not None:
             t = self.ticket
             if isinstance(t, Evaluation):
@@ -347,7 +352,7 @@ class ParameterServer(base.Strategy):
             yield t.epoch, self._get_sample_slice(t.step, t.slice)
         self._exchange = None
 
-    def predict_next_ticket(self, train_samples: int) -> tuple[int, slice] | None:
+    def predict_next_ticket(self, train_samples: int) -> EpochAndSlice | None:
         """Return the epoch and the slice of samples that this worker will probably get next.
 
         A worker that keeps pace with the others gets the same slice of the next step. Which batch it gets is
@@ -361,12 +366,12 @@ class ParameterServer(base.Strategy):
             return None
         return following // steps, self._get_sample_slice(following % steps, t.slice)
 
-    def _get_sample_slice(self, step: int, part: int) -> slice:
+    def _get_sample_slice(self, step: int, slice_of_step: int) -> slice:
         samples = self.samples_per_step(self.worker.settings)
-        start = step * self.worker.settings.global_batch + part * samples
+        start = step * self.worker.settings.global_batch + slice_of_step * samples
         return slice(start, start + samples)
 
-    def _take_ticket(self) -> None:
+    def _push_and_take_ticket(self) -> None:
         self.ticket = self._get_next_ticket(self.channel.push_pull)
         self.steps += 1
 
@@ -384,9 +389,9 @@ class ParameterServer(base.Strategy):
         except Left:
             return None
 
-    def _exchange_counts(self) -> tuple[float, ...]:
+    def _get_exchange_counts(self) -> tuple[float, ...]:
         """Return the seconds of waiting so far, then the bytes to and from each server."""
-        return self.channel.wait_s, *self.channel.moved_bytes
+        return self.channel.wait_s, *self.channel.sent_and_received_bytes_by_server
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute a batch's gradients, push them, and return the loss.
@@ -467,7 +472,7 @@ class ParameterServer(base.Strategy):
                 "push_lr": s.lr * self.options.lr_factor(s.gpus),
                 "optimizer_dtype": self.flat.layout.dtype if s.momentum or s.betas else None,
             }
-            | get_effective_dtypes(s.precision, self.worker.device),
+            | get_weights_and_compute_dtypes(s.precision, self.worker.device),
             "evaluated_on": self.evaluated_on,
             "updates_applied": None,  # the servers count the updates
         }
@@ -476,7 +481,7 @@ class ParameterServer(base.Strategy):
         if not self.steps:
             return None
         wait_s, *moved_bytes = (
-            now - then for now, then in zip(self._exchange_counts(), self._before, strict=True)
+            now - then for now, then in zip(self._get_exchange_counts(), self._before, strict=True)
         )
         sent, received = moved_bytes[::2], moved_bytes[1::2]
         return {

@@ -36,7 +36,7 @@ def bundle_study(args: argparse.Namespace) -> int:
 
 def export_named_set(args: argparse.Namespace) -> int:
     """Write a result set in the formats of other tools, such as MLflow."""
-    result_set = read_set(args.set, expected=collect.read_expectations(args))
+    result_set = read_set(args.set, expected=collect.read_expected_record_options(args))
     for folder in export_set(result_set, dict.fromkeys(args.to), args.out):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         print(f"{folder} ({size / 2**20:.1f} MiB)")
@@ -48,11 +48,11 @@ def compare_named_sets(args: argparse.Namespace) -> int:
 
     Return the exit code: 1 if a set is slower by more than the allowed share.
     """
-    from stratbench.extensions.sets.comparing.compare import compare_sets
+    from stratbench.extensions.sets.comparing.compare import compare_sets_with_first
 
     constraints = Constraints.from_json(args.constraints)
     settings = json.loads(args.compare)
-    return compare_sets(
+    return compare_sets_with_first(
         json.loads(args.sets),
         args.out,
         settings.get("fail_above"),
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.add_argument(
         "--out", type=Path, required=True, help="folder in which to write a folder per format"
     )
-    collect.add_expectation_options(one)
+    collect.add_expected_record_options(one)
     one.set_defaults(run=export_named_set)
     args = parser.parse_args(argv)
     try:

@@ -56,7 +56,7 @@ class SetError(ValueError):
 # ---------------------------------------------------------------- writing
 
 
-def write_archive(
+def write_bundle_archive(
     out: Path, texts_by_name: Mapping[str, str], study: str, created: str, hosts: str
 ) -> dict[str, Any]:
     """Write a bundle as a zip file, and return its manifest.
@@ -115,16 +115,16 @@ def extract_bundle(path: Path, folder: Path) -> dict[str, Any]:
     Raises:
         SetError: The bundle is damaged, is too large, or has a file that no bundle has.
     """
-    _check_ends(path)
+    _check_zip_signatures(path)
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
-            _check_members(path, members)
+            _check_zip_members(path, members)
             manifest = _read_manifest(path, archive)
-            _check_listing(path, manifest, members)
+            _check_manifest_lists_members(path, manifest, members)
             for member in members:
                 if member.filename != MANIFEST:
-                    _extract_member(
+                    _extract_zip_member(
                         path, archive, member, manifest["files"][member.filename], folder
                     )
     except SetError:
@@ -139,7 +139,7 @@ def extract_bundle(path: Path, folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_ends(path: Path) -> None:
+def _check_zip_signatures(path: Path) -> None:
     """Raise SetError if a file is no zip file, is too large, or has too many members.
 
     This is checked before `zipfile` reads the file, because `zipfile` creates an object per member.
@@ -151,7 +151,7 @@ def _check_ends(path: Path) -> None:
                 raise SetError(f"{path} is not a regular file")
             if status.st_size > MAX_FILE_BYTES:
                 raise SetError(
-                    f"{path} has {status.st_size:,} bytes; at most {MAX_FILE_BYTES:,} are read"
+                    f"{path} has {status.st_size:,} bytes; a bundle has at most {MAX_FILE_BYTES:,}"
                 )
             begin = file.read(4)
             file.seek(max(0, status.st_size - 22))
@@ -169,7 +169,7 @@ def _check_ends(path: Path) -> None:
         raise SetError(f"{path} is not a bundle: the file list of the zip file is too large")
 
 
-def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
+def _check_zip_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     """Raise SetError if a file in the zip file has an invalid name, kind or size."""
     seen: set[str] = set()
     if len(members) > MAX_MEMBERS:
@@ -177,7 +177,7 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
     for member in members:
         # `orig_filename` is the name in the zip file; in `filename`, zipfile may have changed it.
         name = member.orig_filename
-        shown = quote_untrusted(name)
+        shown = quote_untrusted_value(name)
         kind = stat.S_IFMT(member.external_attr >> 16)
         if name.startswith(("/", "\\")) or re.match(r"[A-Za-z]:", name):
             raise SetError(
@@ -200,7 +200,9 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
         if member.flag_bits & 0x1:
             raise SetError(f"{path} has the encrypted file {shown}; bundles are not encrypted")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise SetError(f"{path} compresses {shown} by a method that bundles do not use")
+            raise SetError(
+                f"{path} has the file {shown}, compressed by a method that no bundle uses"
+            )
         if member.file_size > MAX_MEMBER_BYTES:
             raise SetError(f"{path} has the file {shown} of more than {MAX_MEMBER_BYTES:,} bytes")
         seen.add(name.casefold())
@@ -220,14 +222,14 @@ def _check_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
 def _read_manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     """Return a bundle's manifest, after a check of its keys, values and hash."""
     try:
-        manifest = parse_json(_read_member(path, archive, archive.getinfo(MANIFEST)).decode())
+        manifest = parse_json(_read_zip_member(path, archive, archive.getinfo(MANIFEST)).decode())
     except ValueError as e:
         if isinstance(e, SetError):
             raise
         raise SetError(f"{path}: {MANIFEST} is not valid JSON: {e}") from e
     if not isinstance(manifest, dict) or manifest.get("schema_version") != SCHEMA_VERSION:
         version = (
-            quote_untrusted(manifest.get("schema_version"))
+            quote_untrusted_value(manifest.get("schema_version"))
             if isinstance(manifest, dict)
             else "none"
         )
@@ -264,7 +266,9 @@ def _read_manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     return manifest
 
 
-def _check_listing(path: Path, manifest: Mapping[str, Any], members: list[zipfile.ZipInfo]) -> None:
+def _check_manifest_lists_members(
+    path: Path, manifest: Mapping[str, Any], members: list[zipfile.ZipInfo]
+) -> None:
     """Raise SetError if the manifest of a bundle lists other files than the bundle has."""
     members_listed = {member.filename for member in members} - {MANIFEST}
     listed = set(manifest["files"])
@@ -275,10 +279,10 @@ def _check_listing(path: Path, manifest: Mapping[str, Any], members: list[zipfil
             if name in members_listed
             else "is in its manifest, but not in the bundle"
         )
-        raise SetError(f"{path}: {quote_untrusted(name)} {where}")
+        raise SetError(f"{path}: {quote_untrusted_value(name)} {where}")
 
 
-def _extract_member(
+def _extract_zip_member(
     path: Path,
     archive: zipfile.ZipFile,
     member: zipfile.ZipInfo,
@@ -294,7 +298,7 @@ def _extract_member(
         entry: Size and hash of the member according to the manifest.
         folder: Folder to write below.
     """
-    content = _read_member(path, archive, member)
+    content = _read_zip_member(path, archive, member)
     if len(content) != entry["bytes"] or hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise SetError(
             f"{path}: {member.filename} was changed: its content has another hash than in the manifest"
@@ -305,7 +309,7 @@ def _extract_member(
     out.write_bytes(content)
 
 
-def _read_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+def _read_zip_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
     """Return the content of a member of a bundle.
 
     The size is limited while the member is unpacked, because its header may state a wrong size.
@@ -319,7 +323,7 @@ def _read_member(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) 
     return content
 
 
-def quote_untrusted(value: object) -> str:
+def quote_untrusted_value(value: object) -> str:
     """Return an untrusted value as text for a message: quoted, in ASCII, and short."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -9,12 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.derived import get_field_by_path
 from stratbench.cell import record
 from stratbench.cell.coordinates import CELL_PATTERN, Cell
 from stratbench.cell.files import read_json, read_regular_file
 from stratbench.cell.record import Record
-from stratbench.extensions.sets.archive import MAX_MEMBER_BYTES, SUFFIX, SetError, write_archive
+from stratbench.extensions.sets.archive import (
+    MAX_MEMBER_BYTES,
+    SUFFIX,
+    SetError,
+    write_bundle_archive,
+)
 from stratbench.extensions.sets.private import Replacements, collect_replacements, remove_secrets
 
 #: Columns of timeline.csv with names of hosts and ids of GPUs.
@@ -41,11 +46,11 @@ def write_bundle(
     Raises:
         SetError: The study has no record, or an invalid record.
     """
-    records = dict(read_all_records(study_dir))
+    records = dict(iter_records_by_path(study_dir))
     if not records:
         raise SetError(f"{study_dir} has no record; train the study's cells first")
     timelines = {
-        name: read_timeline(study_dir / name) for name in list_timeline_names(study_dir, records)
+        name: read_timeline(study_dir / name) for name in list_timeline_paths(study_dir, records)
     }
     extra = {
         "config.json": remove_secrets(dict(config)),
@@ -56,7 +61,7 @@ def write_bundle(
     cleaned = {name: remove_secrets(record, is_record=True) for name, record in records.items()}
     study = next(iter(records.values()))["cell"]["study"]
     if hosts == "replaced":
-        nodes = {node for text in timelines.values() for node in list_nodes(text)}
+        nodes = {node for text in timelines.values() for node in list_hosts_in_timeline(text)}
         words = collect_replacements(cleaned.values(), nodes)
         cleaned = {
             name: replace_names_in_record(name, record, words) for name, record in cleaned.items()
@@ -67,18 +72,18 @@ def write_bundle(
         extra = {"cells.json": extra.pop("cells.json")} | {
             k: words.replace_names_in_value(v) for k, v in extra.items()
         }
-    extra["environment.json"] = collect_environment(cleaned.values())
+    extra["environment.json"] = collect_worker_environments(cleaned.values())
     files = {
         name: json.dumps(record, indent=1) + "\n" for name, record in {**cleaned, **extra}.items()
     }
     created = max(
-        (get_by_path(r, "provenance.finished") or "" for r in cleaned.values()), default=""
+        (get_field_by_path(r, "provenance.finished") or "" for r in cleaned.values()), default=""
     )
     out = out or study_dir / f"{study}{SUFFIX}"
-    return out, write_archive(out, files | timelines, study, created, hosts)
+    return out, write_bundle_archive(out, files | timelines, study, created, hosts)
 
 
-def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
+def iter_records_by_path(study_dir: Path) -> Iterator[tuple[str, Record]]:
     """Yield the path of each record below results/<study>, with the record.
 
     Records of cells that the study's config no longer has, and so cells.json does not list, are left out.
@@ -102,7 +107,7 @@ def read_all_records(study_dir: Path) -> Iterator[tuple[str, Record]]:
             raise SetError(f"{e}; delete it to train its cell again") from e
 
 
-def list_timeline_names(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
+def list_timeline_paths(study_dir: Path, records: Mapping[str, Record]) -> list[str]:
     """Return the path of each record's timeline below results/<study>, if it exists.
 
     Args:
@@ -155,7 +160,7 @@ def replace_names_in_record(path: str, content: Record, replacements: Replacemen
     return replaced
 
 
-def list_nodes(timeline: str) -> set[str]:
+def list_hosts_in_timeline(timeline: str) -> set[str]:
     """Return the names of the hosts in the content of a timeline.csv."""
     rows = csv.DictReader(io.StringIO(timeline))
     return {row["node"] for row in rows if row.get("node")}
@@ -180,12 +185,12 @@ def replace_names_in_timeline(timeline: str, replacements: Replacements) -> str:
     return out.getvalue()
 
 
-def collect_environment(records: Iterable[Record]) -> dict[str, list[Any]]:
+def collect_worker_environments(records: Iterable[Record]) -> dict[str, list[Any]]:
     """Return the distinct values of each field in ENVIRONMENT_FIELDS, over all workers of all records."""
     by_path: dict[str, list[Any]] = {path: [] for path in ENVIRONMENT_FIELDS}
     for worker in (worker for one in records for worker in one["workers"]):
         for path, values in by_path.items():
-            value = get_by_path(worker["provenance"], path)
+            value = get_field_by_path(worker["provenance"], path)
             if value is not None and value not in values:
                 values.append(value)
     return by_path

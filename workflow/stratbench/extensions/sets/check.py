@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from stratbench.analysis.records.findings import SEVERITIES, format_tally
+from stratbench.analysis.records.findings import SEVERITIES, format_number_of_findings
 from stratbench.analysis.report.report import STATUS_WORDS, format_distinct_values
 from stratbench.cell.text.words import choose_noun_for_workers, format_count, pluralize
 from stratbench.extensions.sets.reading import ResultSet
@@ -25,25 +25,25 @@ COMPARABLE_WORK_COLUMNS = {
 }
 
 
-def choose_exit_code(result_set: ResultSet) -> int:
+def choose_check_exit_code(result_set: ResultSet) -> int:
     """Return UNUSABLE if the audit calls a value of the set unusable, else FINE."""
     return UNUSABLE if (result_set.findings["severity"] == "unusable").any() else FINE
 
 
-def describe_set(result_set: ResultSet) -> Iterator[str]:
+def describe_result_set(result_set: ResultSet) -> Iterator[str]:
     """Yield the lines that `stratbench check SET` prints: origin, cells, audit findings and trained work."""
     for key, text in result_set.provenance.items():
         yield f"{key}: {text}"
     counts = result_set.cells["status"].value_counts()
     texts = [f"{counts[s]} {words}" for s, words in STATUS_WORDS.items() if s in counts]
     yield f"cells: {len(result_set.cells)}, of which {', '.join(texts)}"
-    yield f"workers: {describe_workers(result_set.cells)}"
-    yield from describe_audit(result_set.findings)
+    yield f"workers: {describe_workers_of_cells(result_set.cells)}"
+    yield from describe_audit_findings(result_set.findings)
     for experiment, rows in result_set.cells.groupby("experiment", sort=False):
-        yield f"experiment {experiment} is comparable with cells that train the same: {describe_work(rows)}"
+        yield f"experiment {experiment} is comparable with cells that train the same: {describe_trained_work(rows)}"
 
 
-def describe_workers(cells: pd.DataFrame) -> str:
+def describe_workers_of_cells(cells: pd.DataFrame) -> str:
     """Return a text on the workers of cells: devices, numbers and version of PyTorch."""
     known = cells.dropna(subset=["device_name"])
     counts = sorted(map(int, cells["gpus"].unique()))
@@ -55,9 +55,11 @@ def describe_workers(cells: pd.DataFrame) -> str:
     )
 
 
-def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
+def describe_audit_findings(findings: pd.DataFrame) -> Iterator[str]:
     """Yield a line on the numbers of audit findings, and a line per rule with findings."""
-    tally = [format_tally(int((findings["severity"] == s).sum()), s) for s in SEVERITIES]
+    tally = [
+        format_number_of_findings(int((findings["severity"] == s).sum()), s) for s in SEVERITIES
+    ]
     yield f"audit: {', '.join(tally)}"
     shown = findings[findings["severity"] != "note"]
     for rule, rows in shown.groupby("rule", sort=False):
@@ -66,7 +68,7 @@ def describe_audit(findings: pd.DataFrame) -> Iterator[str]:
         yield f"  {first['severity']}: {rule} ({first['figures']}{places})"
 
 
-def describe_work(rows: pd.DataFrame) -> str:
+def describe_trained_work(rows: pd.DataFrame) -> str:
     """Return a text on what cells train: the values that comparable cells must have, too."""
     parts = [f"models {format_distinct_values(rows, 'model')}"]
     parts += [

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stratbench.cell.files import MAX_JSON_BYTES, read_regular_file, write_atomic
+from stratbench.cell.files import MAX_JSON_BYTES, read_regular_file, write_text_atomically
 
 #: Name of the file that marks a folder as written by stratbench.
 MARK = ".stratbench"
 
 
-def claim_folder(folder: Path, marker_text: str = "") -> str:
+def claim_output_folder(folder: Path, marker_text: str = "") -> str:
     """Create an output folder with a marker file, or reuse a folder with such a marker.
 
     Args:
@@ -30,5 +30,5 @@ def claim_folder(folder: Path, marker_text: str = "") -> str:
             f"{folder} was not written by stratbench; name a folder that does not exist yet"
         )
     before = read_regular_file(mark, MAX_JSON_BYTES).decode(errors="replace") if ours else ""
-    write_atomic(mark, marker_text)
+    write_text_atomically(mark, marker_text)
     return before

@@ -12,11 +12,11 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import make_decisions, read_evidence, write_decisions
 from stratbench.cell.text.words import replace_control_characters, wrap_lines
 from stratbench.command import CommandError
-from stratbench.command.subcommands import apply_config_pairs
+from stratbench.command.subcommands import apply_config_changes
 from stratbench.extensions.sets.archive import SetError, extract_bundle
-from stratbench.extensions.sets.check import INVALID, choose_exit_code, describe_set
+from stratbench.extensions.sets.check import INVALID, choose_check_exit_code, describe_result_set
 from stratbench.extensions.sets.export import export_set
-from stratbench.extensions.sets.folders import claim_folder
+from stratbench.extensions.sets.folders import claim_output_folder
 from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import ResultSet, read_set
 from stratbench.study.config.messages import ConfigError
@@ -55,8 +55,8 @@ def check_set_source(source: str) -> int:
     except SetError as error:
         print(f"stratbench check: {error}")
         return INVALID
-    print(replace_control_characters(wrap_lines(describe_set(result_set))))
-    return choose_exit_code(result_set)
+    print(replace_control_characters(wrap_lines(describe_result_set(result_set))))
+    return choose_check_exit_code(result_set)
 
 
 def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) -> int:
@@ -69,7 +69,7 @@ def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) 
     """
     result_set = read_set_or_fail(source)
     folder = out or Path(f"{result_set.study}.decision")
-    config = apply_config_pairs(result_set.config or {}, config_pairs)
+    config = apply_config_changes(result_set.config or {}, config_pairs)
     try:
         blocks = {
             key: check_config_block(key, config.get(key, {})) for key in ("decide", "cluster")
@@ -77,7 +77,7 @@ def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) 
         check_extension_keys("decide", blocks["decide"], blocks)
     except ConfigError as error:
         raise CommandError(str(error)) from None
-    claim_folder(folder)
+    claim_output_folder(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
     try:
         constraints = Constraints(**collect_constraints(blocks))
@@ -105,9 +105,9 @@ def compare_set_sources(
         config_pairs: Values of the config, as KEY=VALUE.
         out: Folder to write to; by default `compare`.
     """
-    from stratbench.extensions.sets.comparing.compare import compare_sets
+    from stratbench.extensions.sets.comparing.compare import compare_sets_with_first
 
-    config = apply_config_pairs({}, config_pairs)
+    config = apply_config_changes({}, config_pairs)
     named = dict(named_source.partition("=")[::2] for named_source in named_sources)
     if "" in named.values() or len(named) < len(named_sources):
         raise CommandError(
@@ -118,7 +118,7 @@ def compare_set_sources(
         blocks = {key: check_config_block(key, config.get(key, {})) for key in keys}
         blocks["sets"] = check_config_block("sets", named)
         check_extension_keys("top", blocks, blocks)
-        return compare_sets(
+        return compare_sets_with_first(
             list_existing_sets(blocks),
             out or Path("compare"),
             blocks["compare"]["fail_above"],
@@ -161,17 +161,17 @@ def plan_from_bundle(source: str, config_pairs: Sequence[str], out: Path | None)
         raise CommandError(
             f"{source} has no config to plan; name a bundle, or run `stratbench plan` in the study's folder"
         )
-    config = apply_config_pairs(result_set.config, config_pairs)
-    check_no_foreign_code(source, config)
+    config = apply_config_changes(result_set.config, config_pairs)
+    check_plan_runs_no_bundle_code(source, config)
     folder = out or Path(f"{result_set.study}.plan")
-    claim_folder(folder)
+    claim_output_folder(folder)
     with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
         extract_bundle(Path(source).expanduser(), Path(results, result_set.study))
         config |= {"results": results, "code": [], "data": {}}
         return make_plan(["--config", json.dumps(config), "--out", str(folder)])
 
 
-def get_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
+def get_unchecked_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
     """Return the experiments of a study by name, from a config that was not validated.
 
     If the config has no valid experiments, the result is empty.
@@ -183,7 +183,7 @@ def get_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str
         return {}
 
 
-def check_no_foreign_code(source: str, config: Mapping[str, Any]) -> None:
+def check_plan_runs_no_bundle_code(source: str, config: Mapping[str, Any]) -> None:
     """Raise CommandError if a plan would use code or data of the bundle's author."""
     # A value of a wrong type is ignored here: the validation of the config rejects it afterwards.
     models, datasets, studies = (
@@ -197,7 +197,7 @@ def check_no_foreign_code(source: str, config: Mapping[str, Any]) -> None:
         if isinstance(spec, dict) and is_own_data_set(spec)
     ]
     for name in studies:
-        for block in get_experiments(config, name).values():
+        for block in get_unchecked_experiments(config, name).values():
             if block.get("task") not in (None, *TASKS):
                 own.append(f"the task {block['task']}")
     if own:

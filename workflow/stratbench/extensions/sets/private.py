@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.derived import get_field_by_path
 from stratbench.cell.record import Record
 from stratbench.telemetry.machine import environment
 
@@ -66,10 +66,10 @@ def _remove_secrets(
     for key, inner in value.items():
         if is_record and key in _LISTED and isinstance(inner, dict):
             cleaned[key] = _LISTED[key]({k: str(v) for k, v in inner.items()})
-        elif not is_record and _has_user_keys(parent_keys) and isinstance(inner, dict):
+        elif not is_record and _has_user_chosen_keys(parent_keys) and isinstance(inner, dict):
             cleaned[key] = _remove_secrets(inner, is_record, (*parent_keys, key))
         elif (
-            environment.is_secret_number_name(key)
+            environment.is_secret_name_of_number(key)
             and inner is not None
             and not isinstance(inner, bool)
         ):
@@ -80,7 +80,7 @@ def _remove_secrets(
     return cleaned
 
 
-def _has_user_keys(parent_keys: tuple[str, ...]) -> bool:
+def _has_user_chosen_keys(parent_keys: tuple[str, ...]) -> bool:
     """Return whether users chose the keys of a dict in a config, as in `models`.
 
     Args:
@@ -117,14 +117,14 @@ class Replacements:
         text = _HOME.sub("~", text)
         if self._user:
             text = self._user.sub("user", text)
-        text = self._replace_gpus(text)
-        return self._host.sub(self._get_node_name, text) if self._hosts else text
+        text = self._replace_gpu_ids(text)
+        return self._host.sub(self._get_host_substitute, text) if self._hosts else text
 
-    def _replace_gpus(self, text: str) -> str:
+    def _replace_gpu_ids(self, text: str) -> str:
         """Return a text in which the ids of GPUs are replaced."""
         return _GPU.sub(lambda match: self._gpus.get(match[0], "GPU"), text)
 
-    def _get_node_name(self, match: re.Match[str]) -> str:
+    def _get_host_substitute(self, match: re.Match[str]) -> str:
         """Return the replacement of a matched host name, such as `node1`."""
         return self._hosts[match[0].partition(".")[0].lower()]
 
@@ -148,14 +148,14 @@ class Replacements:
 
         Keys, and texts of a single word, are not changed.
         """
-        return _map_texts(value, self._replace_unless_word)
+        return _map_json_texts(value, self._replace_names_unless_single_word)
 
-    def _replace_unless_word(self, text: str) -> str:
+    def _replace_names_unless_single_word(self, text: str) -> str:
         """Return a text in which names are replaced, unless it is a single word.
 
         A single word such as `ok` may also be the name of a host.
         """
-        return self._replace_gpus(text) if _WORD.fullmatch(text) else self.replace_names(text)
+        return self._replace_gpu_ids(text) if _WORD.fullmatch(text) else self.replace_names(text)
 
     def replace_names_in_record(self, record: Record) -> Record:
         """Return a record in which all names are replaced, except in the cell's coordinates.
@@ -174,11 +174,11 @@ class Replacements:
                     f"names of hosts cannot be replaced, because the device {provenance.get('device')} has "
                     "the name of a host"
                 )
-            if name := get_by_path(provenance, "host.name"):
+            if name := get_field_by_path(provenance, "host.name"):
                 new["provenance"]["host"]["name"] = self.replace_names(name)
             for key in ("environment", "slurm"):
                 if key in provenance:
-                    new["provenance"][key] = _map_texts(provenance[key], self.replace_names)
+                    new["provenance"][key] = _map_json_texts(provenance[key], self.replace_names)
             slurm = provenance.get("slurm") or {}
             if slurm:
                 new["provenance"]["slurm"] |= {key: w for key, w in _SITE.items() if key in slurm}
@@ -204,9 +204,12 @@ def collect_replacements(records: Iterable[Record], timeline_hosts: Iterable[str
         for worker in record["workers"]:
             provenance = worker["provenance"] or {}
             slurm = provenance.get("slurm") or {}
-            hosts |= {get_by_path(provenance, "host.name") or "", slurm.get("SLURMD_NODENAME", "")}
+            hosts |= {
+                get_field_by_path(provenance, "host.name") or "",
+                slurm.get("SLURMD_NODENAME", ""),
+            }
             hosts |= set(expand_node_list(slurm.get("SLURM_JOB_NODELIST", "")))
-        for text in _iter_texts(record):
+        for text in _iter_json_texts(record):
             gpus |= {match[0] for match in _GPU.finditer(text)}
             users |= {match[1] for match in _HOME.finditer(text)}
     return Replacements(hosts, gpus, users)
@@ -226,24 +229,24 @@ def expand_node_list(node_list: str) -> Iterator[str]:
                     yield f"{match[1]}{n:0{len(first)}d}{match[3]}"
 
 
-def _map_texts(value: Any, convert_text: Callable[[str], str]) -> Any:
+def _map_json_texts(value: Any, convert_text: Callable[[str], str]) -> Any:
     """Return a JSON value in which each text is converted. Keys are not converted."""
     if isinstance(value, str):
         return convert_text(value)
     if isinstance(value, list):
-        return [_map_texts(inner, convert_text) for inner in value]
+        return [_map_json_texts(inner, convert_text) for inner in value]
     if isinstance(value, dict):
-        return {key: _map_texts(inner, convert_text) for key, inner in value.items()}
+        return {key: _map_json_texts(inner, convert_text) for key, inner in value.items()}
     return value
 
 
-def _iter_texts(value: Any) -> Iterator[str]:
+def _iter_json_texts(value: Any) -> Iterator[str]:
     """Yield each text in a JSON value, without keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for inner in value:
-            yield from _iter_texts(inner)
+            yield from _iter_json_texts(inner)
     elif isinstance(value, dict):
         for inner in value.values():
-            yield from _iter_texts(inner)
+            yield from _iter_json_texts(inner)

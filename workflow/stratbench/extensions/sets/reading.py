@@ -27,7 +27,7 @@ from stratbench.extensions.sets.archive import (
     NAME,
     SetError,
     extract_bundle,
-    quote_untrusted,
+    quote_untrusted_value,
 )
 from stratbench.extensions.sets.keys import PAPER, VERSIONS
 
@@ -76,7 +76,7 @@ class ResultSet:
         return self.source.startswith(PAPER)
 
     @property
-    def has_replaced_hosts(self) -> bool:
+    def has_replaced_host_names(self) -> bool:
         """Whether the names of hosts are replaced in this set.
 
         Replaced names do not show whether two sets have a host in common.
@@ -115,8 +115,10 @@ def read_set(
         version = source.removeprefix(PAPER)
         if version not in VERSIONS:
             known = " or ".join(PAPER + v for v in VERSIONS)
-            raise SetError(f"{quote_untrusted(source)} is no version of the paper; use {known}")
-        cells = published.make_cells_of_version(version)
+            raise SetError(
+                f"{quote_untrusted_value(source)} is no version of the paper; use {known}"
+            )
+        cells = published.make_cells_from_paper(version)
         epochs = pd.DataFrame(columns=list(EPOCH_COLUMNS))
         study = f"paper-{version}"
         return ResultSet(
@@ -163,7 +165,7 @@ def _read_folder(
             f"{source}: {str(error).replace(f'{folder}/', '')}" if manifest else str(error)
         )
 
-    cells = _find_cells(folder, manifest, make_set_error)
+    cells = _list_cells_of_set(folder, manifest, make_set_error)
     if not cells:
         raise SetError(
             f"{source} has no record and no list of cells; name a folder results/<study>"
@@ -203,7 +205,7 @@ def _read_folder(
     )
 
 
-def _find_cells(
+def _list_cells_of_set(
     folder: Path, manifest: dict[str, Any] | None, make_error: SetErrorMaker
 ) -> list[Cell]:
     """Return the cells of a set: those that cells.json lists, then other cells with a record.
@@ -242,7 +244,7 @@ def _read_cell_list(path: Path, make_error: SetErrorMaker) -> Iterator[Cell]:
     try:
         listed = read_json(path)
         if not isinstance(listed, list):
-            raise ValueError("the content is no list")
+            raise ValueError("the file has no JSON list")
         for coordinates in listed:
             yield _parse_cell(coordinates)
     except (OSError, ValueError, TypeError) as e:
@@ -263,7 +265,7 @@ def _parse_cell(coordinates: Any) -> Cell:
     for part in (cell.study, cell.experiment, cell.strategy, cell.model, cell.dataset):
         if not isinstance(part, str) or not NAME.fullmatch(part):
             raise ValueError(
-                f"{quote_untrusted(part)} cannot be the name of a study, experiment, strategy, model or "
+                f"{quote_untrusted_value(part)} cannot be the name of a study, experiment, strategy, model or "
                 "data set"
             )
     if (

@@ -22,15 +22,15 @@ SET = "a bundle, a folder results/STUDY, or paper:v2"
 
 def add_subcommands(add: SubcommandAdder) -> None:
     """Add the commands `compare`, `export` and `bundle`, and the argument SET of other commands."""
-    add_set_argument(add.find_subcommand("decide"), decide_set, SET, "decision")
-    add_set_argument(add.find_subcommand("plan"), plan_set, "a bundle")
-    check = add.find_subcommand("check")
+    add_set_argument(add.find_subcommand_parser("decide"), run_decide_for_set, SET, "decision")
+    add_set_argument(add.find_subcommand_parser("plan"), run_plan_for_bundle, "a bundle")
+    check = add.find_subcommand_parser("check")
     check.description = (
         "check whether each strategy of a study can train each network, or whether a result set is "
         "valid"
     )
-    add_set_argument(check, check_set, SET)
-    add_compare(add)
+    add_set_argument(check, run_check_for_set, SET)
+    add_compare_subcommand(add)
     export = add("export", run_export, "write the records for other tools")
     export.add_argument(
         "--to",
@@ -39,7 +39,7 @@ def add_subcommands(add: SubcommandAdder) -> None:
         metavar="FORMAT",
         help="formats to write: parquet, mlflow, tensorboard or wandb; default: parquet",
     )
-    add_set_argument(export, export_set, SET, "export")
+    add_set_argument(export, run_export_for_set, SET, "export")
     bundle = add("bundle", run_bundle, "write the results of a study as one file")
     bundle.add_argument(
         "--replace-hosts",
@@ -74,10 +74,12 @@ def add_set_argument(
             help=f"folder to write to if you name a result set; default: STUDY.{folder_suffix}",
         )
     run_for_study = command.get_default("run")
-    command.set_defaults(run=partial(run_on_set, run_for_set, run_for_study, bool(folder_suffix)))
+    command.set_defaults(
+        run=partial(run_for_set_or_study, run_for_set, run_for_study, bool(folder_suffix))
+    )
 
 
-def add_compare(add: SubcommandAdder) -> None:
+def add_compare_subcommand(add: SubcommandAdder) -> None:
     """Add the command `compare`, which compares the named sets or those in config.yaml."""
     compare = add("compare", run_compare, "compare two or more result sets, side by side")
     compare.add_argument(
@@ -98,7 +100,7 @@ def add_compare(add: SubcommandAdder) -> None:
     )
 
 
-def run_on_set(
+def run_for_set_or_study(
     run_for_set: Callable[[argparse.Namespace], int],
     run_for_study: Run,
     out_is_for_sets: bool,
@@ -130,26 +132,26 @@ def run_on_set(
     return run_for_study(args, others)
 
 
-def decide_set(args: argparse.Namespace) -> int:
+def run_decide_for_set(args: argparse.Namespace) -> int:
     """Run `stratbench decide SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
     return from_set.decide_from_set(args.set, list_config_pairs(args), args.out)
 
 
-def plan_set(args: argparse.Namespace) -> int:
+def run_plan_for_bundle(args: argparse.Namespace) -> int:
     """Run `stratbench plan BUNDLE`, and return the exit code."""
     check_packages_installed("torch")
-    from stratbench.extensions.plan.subcommands import check_single_model_options
+    from stratbench.extensions.plan.subcommands import check_no_single_model_options
     from stratbench.extensions.sets import from_set
 
     if args.model is not None:
         check_no_unknown_arguments([args.set])
-    check_single_model_options(args)
+    check_no_single_model_options(args)
     return from_set.plan_from_bundle(args.set, list_config_pairs(args), args.out)
 
 
-def check_set(args: argparse.Namespace) -> int:
+def run_check_for_set(args: argparse.Namespace) -> int:
     """Run `stratbench check SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
@@ -162,15 +164,17 @@ def run_compare(args: argparse.Namespace, others: list[str]) -> int:
     # The share has no exponent, because YAML reads 1e-05 as text.
     limit = [] if args.fail_above is None else [f"compare={{fail_above: {args.fail_above:.9f}}}"]
 
-    def compare_named(args: argparse.Namespace) -> int:
+    def compare_named_sets(args: argparse.Namespace) -> int:
         from stratbench.extensions.sets import from_set
 
         return from_set.compare_set_sources(args.set, [*list_config_pairs(args), *limit], args.out)
 
-    return run_on_set(compare_named, partial(print_rule_answer, config=limit), True, args, others)
+    return run_for_set_or_study(
+        compare_named_sets, partial(print_rule_answer, config=limit), True, args, others
+    )
 
 
-def check_formats(args: argparse.Namespace) -> list[str]:
+def get_checked_formats(args: argparse.Namespace) -> list[str]:
     """Return the formats that the option --to names.
 
     Raises:
@@ -183,17 +187,17 @@ def check_formats(args: argparse.Namespace) -> list[str]:
     return args.to
 
 
-def export_set(args: argparse.Namespace) -> int:
+def run_export_for_set(args: argparse.Namespace) -> int:
     """Run `stratbench export SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
     check_no_unknown_arguments(list_config_pairs(args))
-    return from_set.export_set_source(args.set, check_formats(args), args.out)
+    return from_set.export_set_source(args.set, get_checked_formats(args), args.out)
 
 
 def run_export(args: argparse.Namespace, others: list[str]) -> int:
     """Run `stratbench export`, which runs the rule `export`. Return the exit code."""
-    return print_rule_answer(args, others, [f"export=[{', '.join(check_formats(args))}]"])
+    return print_rule_answer(args, others, [f"export=[{', '.join(get_checked_formats(args))}]"])
 
 
 def run_bundle(args: argparse.Namespace, others: list[str]) -> int:

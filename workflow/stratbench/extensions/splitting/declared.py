@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.cell.extensions import import_attribute
 from stratbench.workload import users_code
-from stratbench.workload.network.registry import FAMILIES, Model, get_metadata
+from stratbench.workload.network.registry import FAMILIES, Model, get_model_metadata
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from stratbench.extensions.splitting.pieces import Piece
 
 
-def _get_declaration(network: str | Model, key: str, built_model: nn.Module) -> Any:
+def _get_splitting_declaration(network: str | Model, key: str, built_model: nn.Module) -> Any:
     """Return what a model declares under a key, such as `tensor_plan`, or None without a declaration.
 
     A user may declare it as `module:NAME`: the name of the value, or of a function of the model that returns
     it.
     """
-    model = get_metadata(network)
+    model = get_model_metadata(network)
     if model.own_model is None:
         path = getattr(FAMILIES[model.family], key)
         return path and import_attribute(path)
@@ -33,18 +33,18 @@ def _get_declaration(network: str | Model, key: str, built_model: nn.Module) -> 
     return declared(built_model) if callable(declared) else declared
 
 
-def _has_declaration(network: str | Model, key: str) -> bool:
+def _has_splitting_declaration(network: str | Model, key: str) -> bool:
     """Return whether a model declares something under a key. Nothing is imported."""
-    model = get_metadata(network)
+    model = get_model_metadata(network)
     return getattr(model.own_model or FAMILIES[model.family], key) is not None
 
 
 def has_tensor_plan(network: str | Model) -> bool:
     """Return whether the model declares how workers divide its layers (a tensor plan)."""
-    return _has_declaration(network, "tensor_plan")
+    return _has_splitting_declaration(network, "tensor_plan")
 
 
-def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
+def get_tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
     """Return how workers divide each module of a model, by module path (its tensor plan).
 
     A `*` in a path matches any name.
@@ -52,24 +52,26 @@ def tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
     Raises:
         ValueError: If the model has no such plan.
     """
-    return _get_declaration(network, "tensor_plan", model)
+    return _get_splitting_declaration(network, "tensor_plan", model)
 
 
-def get_number_of_heads(network: str | Model, built_model: nn.Module | None = None) -> int:
+def get_number_of_attention_heads(
+    network: str | Model, built_model: nn.Module | None = None
+) -> int:
     """Return the number of attention heads of a model that workers divide, or 0 without attention.
 
     Args:
         network: Name or description of the model.
         built_model: The built model, which may have an attribute `num_heads`, or None if it is not built.
     """
-    model = get_metadata(network)
+    model = get_model_metadata(network)
     declared = model.own_model.num_heads if model.own_model else model.num_heads
     return declared or getattr(built_model, "num_heads", 0)
 
 
-def has_pieces(network: str | Model) -> bool:
+def has_pipeline_pieces(network: str | Model) -> bool:
     """Return whether a model declares its forward as a chain of pieces, for pipeline stages."""
-    return _has_declaration(network, "pipeline_modules")
+    return _has_splitting_declaration(network, "pipeline_modules")
 
 
 def make_declared_pieces(network: str | Model, model: nn.Module) -> list[Piece]:
@@ -80,4 +82,6 @@ def make_declared_pieces(network: str | Model, model: nn.Module) -> list[Piece]:
     """
     from stratbench.extensions.splitting import pieces
 
-    return pieces.make_pieces(model, _get_declaration(network, "pipeline_modules", model))
+    return pieces.make_pieces_from_plan(
+        model, _get_splitting_declaration(network, "pipeline_modules", model)
+    )

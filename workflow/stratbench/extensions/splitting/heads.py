@@ -30,12 +30,12 @@ class FirstInput(ParallelStyle):
         self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        gather = partial(_gather_first_input, device_mesh, self.layout)
+        gather = partial(_gather_first_module_input, device_mesh, self.layout)
         module.register_forward_pre_hook(gather, with_kwargs=True)
         return module
 
 
-def _gather_first_input(
+def _gather_first_module_input(
     mesh: DeviceMesh,
     input_layout: Placement,
     module: nn.Module,
@@ -74,7 +74,7 @@ class SelfAttention(nn.Module):
         self.head_size, self.dropout = whole.head_dim, whole.dropout
         weights = whole.in_proj_weight.chunk(3)
         biases = (None,) * 3 if whole.in_proj_bias is None else whole.in_proj_bias.chunk(3)
-        self.query, self.key, self.value = map(_make_linear, weights, biases)
+        self.query, self.key, self.value = map(_make_linear_layer, weights, biases)
         self.out = whole.out_proj
 
     def forward(
@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2)), None
 
 
-def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _make_linear_layer(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     """Make a linear layer that has a part of a larger tensor as its weights."""
     made = nn.Linear(*weight.shape[::-1], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach(), weight.requires_grad)
@@ -112,7 +112,7 @@ def _make_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     return made
 
 
-def explain_indivisible(module: nn.Module) -> str | None:
+def indivisible_attention_reason(module: nn.Module) -> str | None:
     """Return why an attention module cannot be divided by heads, or None if it can."""
     if not isinstance(module, nn.MultiheadAttention):
         return "is not an nn.MultiheadAttention"

@@ -28,21 +28,21 @@ class Piece:
 
     name: str
     call: Callable[[nn.Module, Tensor], Tensor]
-    module_paths: tuple[str, ...]
+    used_paths: tuple[str, ...]
 
-    def iter_parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
+    def iter_used_parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
         """Yield the parameters of the model that the piece uses; a parameter used twice comes twice."""
-        for path in self.module_paths:
+        for path in self.used_paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)
 
-    def contains_module(self, model: nn.Module, module: nn.Module) -> bool:
+    def calls_module(self, model: nn.Module, module: nn.Module) -> bool:
         """Return whether the piece calls a module of the model, itself or within another module."""
-        each = (attrgetter(path)(model) for path in self.module_paths)
+        each = (attrgetter(path)(model) for path in self.used_paths)
         return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
 
 
-def make_pieces(model: nn.Module, plan: PipelinePlan) -> list[Piece]:
+def make_pieces_from_plan(model: nn.Module, plan: PipelinePlan) -> list[Piece]:
     """Return the pieces of a model's forward that a pipeline plan declares, in this order.
 
     Raises:
@@ -65,13 +65,13 @@ def make_pieces(model: nn.Module, plan: PipelinePlan) -> list[Piece]:
                 f"its pipeline_modules name {entry!r}, but the model has no module with this path; correct "
                 "the path"
             )
-        pieces += [Piece(name, _make_module_call(name), (name,)) for name in names]
+        pieces += [Piece(name, _make_function_calling_module(name), (name,)) for name in names]
     return pieces
 
 
-def iter_unread_parameters(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
+def iter_unused_parameter_messages(model: nn.Module, pieces: list[Piece]) -> Iterator[str]:
     """Yield a message if a model has parameters that no piece of its forward uses."""
-    read = {p for piece in pieces for p in piece.iter_parameters(model)}
+    read = {p for piece in pieces for p in piece.iter_used_parameters(model)}
     if left := [name for name, p in model.named_parameters() if p not in read]:
         yield (
             f"its pieces do not use {format_names(left)}; add the modules that do to pipeline_modules, in "
@@ -79,11 +79,11 @@ def iter_unread_parameters(model: nn.Module, pieces: list[Piece]) -> Iterator[st
         )
 
 
-def _make_module_call(module_path: str) -> Callable[[nn.Module, Tensor], Tensor]:
+def _make_function_calling_module(module_path: str) -> Callable[[nn.Module, Tensor], Tensor]:
     return lambda model, x: attrgetter(module_path)(model)(x)
 
 
-def list_units(
+def divide_pieces_into_units(
     model: nn.Module, pieces: list[Piece], shard_groups: ShardGroups
 ) -> list[list[Piece]]:
     """Return the smallest parts that a pipeline stage may consist of, as lists of pieces.
@@ -97,12 +97,12 @@ def list_units(
         shard_groups: Shard groups of the model.
     """
     at = [
-        [i for i, p in enumerate(pieces) if any(p.contains_module(model, m) for m in modules)]
+        [i for i, p in enumerate(pieces) if any(p.calls_module(model, m) for m in modules)]
         for _, modules in shard_groups
     ]
     starts = {0} | {places[0] for places in at if places}
     after = 1 + max((places[-1] for places in at if places), default=-1)
-    if any(True for piece in pieces[after:] for _ in piece.iter_parameters(model)):
+    if any(True for piece in pieces[after:] for _ in piece.iter_used_parameters(model)):
         starts.add(after)
     ordered = [*sorted(starts), len(pieces)]
     return [pieces[i:j] for i, j in pairwise(ordered)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
+from stratbench.extensions.splitting.split import ModelSplit, list_divisible_models_in_text
 from stratbench.strategies import base, collective
 from stratbench.strategies.mesh import Mesh, MeshCoordinate, check_equal_groups
 from stratbench.workload.network import models
@@ -130,16 +130,19 @@ class Pipeline(ModelSplit):
             )
 
     @classmethod
-    def explain_indivisible(cls, network: str | Model) -> str | None:
+    def indivisible_model_reason(cls, network: str | Model) -> str | None:
         if models.get_metadata(network).batchnorm:
             return BATCHNORM
-        if not declared.has_pieces(network):
-            able = describe_divisible_models(declared.has_pieces)
+        if not declared.has_pipeline_pieces(network):
+            able = list_divisible_models_in_text(declared.has_pipeline_pieces)
             return f"it does not state its forward as pieces that can be cut into stages; {able}"
         return None
 
-    def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
-        stages, max_stages = self.count_stages(gpus), models.get_metadata(network).max_stages
+    def indivisible_among_workers_reason(self, network: str | Model, gpus: int) -> str | None:
+        stages, max_stages = (
+            self.count_pipeline_stages(gpus),
+            models.get_metadata(network).max_stages,
+        )
         if max_stages is not None and stages > max_stages:
             return f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
         return None
@@ -182,7 +185,7 @@ class Pipeline(ModelSplit):
         from stratbench.extensions.splitting import pieces
 
         network = models.get_model(worker.settings)
-        if reason := self.explain_indivisible(network):
+        if reason := self.indivisible_model_reason(network):
             yield reason
             return
         if worker.settings.own_model is None:
@@ -195,17 +198,17 @@ class Pipeline(ModelSplit):
         except ValueError as e:
             yield str(e)
             return
-        yield from pieces.iter_unread_parameters(model, chain)
-        max_stages = len(pieces.list_units(model, chain, worker.wrap_groups))
-        stages = self.count_stages(worker.world_size)
+        yield from pieces.iter_unused_parameter_messages(model, chain)
+        max_stages = len(pieces.divide_pieces_into_units(model, chain, worker.wrap_groups))
+        stages = self.count_pipeline_stages(worker.world_size)
         if stages > max_stages:
             yield f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
 
-    def count_stages(self, gpus: int) -> int:
+    def count_pipeline_stages(self, gpus: int) -> int:
         """Return the number of stages of a pipeline if the cell has `gpus` workers."""
         return self.mesh(gpus).stages * STAGES_PER_WORKER[self.options.schedule]
 
-    def count_pending_microbatches(self, stages: int) -> list[int]:
+    def count_pending_microbatches_by_stage(self, stages: int) -> list[int]:
         """Return the largest number of micro-batches whose activations a stage holds, by stage."""
         most = self.options.microbatches
         if self.options.schedule == "gpipe":
@@ -217,13 +220,16 @@ class Pipeline(ModelSplit):
 
         from stratbench.extensions.splitting.stages import StageModule
 
-        coordinate = worker.mesh.place(worker.rank)
+        coordinate = worker.mesh.get_coordinate(worker.rank)
         workers, replicas = worker.mesh.stages, worker.mesh.replicas
         mesh = init_device_mesh(
             worker.device.type, (workers, replicas), mesh_dim_names=("stages", "replicas")
         )
         self._pipe, self._copies = mesh.get_group("stages"), mesh.get_group("replicas")
-        cut, n = self.cut_into_stages(model, worker), self.count_stages(worker.world_size)
+        cut, n = (
+            self.cut_model_into_stages(model, worker),
+            self.count_pipeline_stages(worker.world_size),
+        )
         #: Lists over all stages: pieces, floating-point operations per sample, and output shape per sample.
         self._cut = [pieces for pieces, _ in cut]
         self._work = [sum(u.flops for u in units) for _, units in cut]
@@ -231,8 +237,8 @@ class Pipeline(ModelSplit):
         self._dtype = next(model.parameters()).dtype
         layout = get_batch_memory_format(worker.settings.precision, worker.device.type)
         precision = partial(create_autocast_context, worker.settings.precision, worker.device)
-        shared = self._find_shared_parameters(model)
-        self._drop_parameters_of_others(
+        shared = self._find_parameters_of_several_stages(model)
+        self._drop_parameters_of_other_stages(
             model, [i for i in range(n) if i % workers == coordinate.stage]
         )
         #: Modules of each stage of this worker, by the stage's number.
@@ -240,7 +246,7 @@ class Pipeline(ModelSplit):
             i: StageModule(model, self._cut[i], i == n - 1, self._dtype, layout, precision)
             for i in range(coordinate.stage, n, workers)
         }
-        self._open_connections()
+        self._connect_stages()
         self._stages: list[Stage] = []
         self._schedule, self._batch = None, 0
         self._is_last = True
@@ -254,25 +260,27 @@ class Pipeline(ModelSplit):
         self._ending: int | None = None
         if replicas > 1 and self.options.schedule != "zero-bubble":
             for p in self._by_stage:
-                p.register_post_accumulate_grad_hook(self._start_averaging)
+                p.register_post_accumulate_grad_hook(self._average_gradient_if_complete)
         return model
 
-    def cut_into_stages(self, model: nn.Module, worker: base.Worker) -> list[PiecesAndUnits]:
+    def cut_model_into_stages(self, model: nn.Module, worker: base.Worker) -> list[PiecesAndUnits]:
         """Cut the model into stages of similar work.
 
         The result has, for each stage, its pieces and the costs of its units.
         """
-        from stratbench.extensions.splitting.pieces import list_units
+        from stratbench.extensions.splitting.pieces import divide_pieces_into_units
         from stratbench.extensions.splitting.stages import balance_stages
 
         pieces = declared.make_declared_pieces(models.get_model(worker.settings), model)
-        units = list_units(model, pieces, worker.wrap_groups)
-        measured = self.measure_model_units(model, units)
-        waiting = self.count_pending_microbatches(self.count_stages(worker.world_size))
+        units = divide_pieces_into_units(model, pieces, worker.wrap_groups)
+        measured = self.measure_units_on_fake_tensors(model, units)
+        waiting = self.count_pending_microbatches_by_stage(
+            self.count_pipeline_stages(worker.world_size)
+        )
         ends = [0, *accumulate(balance_stages(measured, waiting))]
         return [(list(chain(*units[i:j])), measured[i:j]) for i, j in pairwise(ends)]
 
-    def _open_connections(self) -> None:
+    def _connect_stages(self) -> None:
         """Connect the workers of neighbouring stages by sending one value between them.
 
         NCCL connects two workers at their first send.
@@ -290,7 +298,9 @@ class Pipeline(ModelSplit):
             elif rank == receiver:
                 dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
 
-    def measure_model_units(self, model: nn.Module, units: list[list[Piece]]) -> list[MeasuredUnit]:
+    def measure_units_on_fake_tensors(
+        self, model: nn.Module, units: list[list[Piece]]
+    ) -> list[MeasuredUnit]:
         """Return the cost of each unit of the model, computed on fake tensors.
 
         Raises:
@@ -298,19 +308,19 @@ class Pipeline(ModelSplit):
         """
         import torch
 
-        from stratbench.extensions.splitting.stages import measure_units
+        from stratbench.extensions.splitting.stages import measure_unit_costs
         from stratbench.workload.data.device_data import make_example_batch
-        from stratbench.workload.known_values import ASKS_FOR_VALUES, KnownFakes
+        from stratbench.workload.known_values import ASKS_FOR_VALUES, KnownValueFakeMode
         from stratbench.workload.torch_internals import unset_fake_temporarily
 
         like = next(model.parameters())
         cpu, layout = torch.device("cpu"), torch.contiguous_format
         # `stratbench plan` calls this method within a fake-tensor mode. The new mode must not be nested in
         # that one.
-        with unset_fake_temporarily(), KnownFakes():
+        with unset_fake_temporarily(), KnownValueFakeMode():
             x, _ = make_example_batch(1, self.worker.input_shape, 1, cpu, like.dtype, layout)
             try:
-                return measure_units(model, units, x)
+                return measure_unit_costs(model, units, x)
             except ASKS_FOR_VALUES as e:
                 raise ModelError(
                     f"model {self.worker.settings.model!r}: pipeline measures its layers on tensors without "
@@ -318,14 +328,16 @@ class Pipeline(ModelSplit):
                     "transformers, set arguments: {experts_implementation: batched_mm}"
                 ) from e
 
-    def _find_shared_parameters(self, model: nn.Module) -> set[nn.Parameter]:
+    def _find_parameters_of_several_stages(self, model: nn.Module) -> set[nn.Parameter]:
         """Return the parameters that several stages use. Create process groups to add their gradients."""
         import torch.distributed as dist
 
         mesh, rank = self.worker.mesh, self.worker.rank
         users: dict[nn.Parameter, list[int]] = {}
         for i, pieces in enumerate(self._cut):
-            for p in dict.fromkeys(p for piece in pieces for p in piece.iter_parameters(model)):
+            for p in dict.fromkeys(
+                p for piece in pieces for p in piece.iter_used_parameters(model)
+            ):
                 users.setdefault(p, []).append(i)
         several = {p: stages for p, stages in users.items() if len(stages) > 1}
         #: For each parameter that several workers use: the process group of these workers.
@@ -347,10 +359,13 @@ class Pipeline(ModelSplit):
                         self._counted_elsewhere.add(p)
         return set(several)
 
-    def _drop_parameters_of_others(self, model: nn.Module, own_stages: list[int]) -> None:
+    def _drop_parameters_of_other_stages(self, model: nn.Module, own_stages: list[int]) -> None:
         """Remove the parameters that no stage of this worker uses, to free their memory."""
         used = {
-            p for i in own_stages for piece in self._cut[i] for p in piece.iter_parameters(model)
+            p
+            for i in own_stages
+            for piece in self._cut[i]
+            for p in piece.iter_used_parameters(model)
         }
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -362,49 +377,56 @@ class Pipeline(ModelSplit):
 
         return {"received": list_receive_buffers(self._stages)}
 
-    def _get_schedule(self, batch_samples: int) -> Any:
+    def _get_microbatch_schedule(self, batch_samples: int) -> Any:
         """Return the schedule of micro-batches for a batch of `batch_samples` samples.
 
         A new schedule is made if the number of samples changes.
         """
         if batch_samples != self._batch:
             self._batch = batch_samples
-            self._schedule = self.make_schedule(batch_samples)
+            self._schedule = self.make_microbatch_schedule(batch_samples)
         return self._schedule
 
     def forget_batch(self) -> None:
         """Free the pipeline's schedule and buffers, which depend on the batch size."""
         self._schedule, self._stages, self._batch = None, [], 0
 
-    def make_schedule(self, batch_samples: int) -> Any:
+    def make_microbatch_schedule(self, batch_samples: int) -> Any:
         """Make this worker's stages and their schedule of micro-batches, for one batch size.
 
         The receive buffers are allocated in the first step.
         """
         from stratbench.extensions.splitting.stages import SCHEDULES
-        from stratbench.workload.torch_internals import disable_pipeline_shape_vote
+        from stratbench.workload.torch_internals import disable_pipeline_shape_exchange
 
         o = self.options
-        self._stages = [self._make_stage(i, batch_samples // o.microbatches) for i in self._parts]
+        self._stages = [
+            self._make_pipeline_stage(i, batch_samples // o.microbatches) for i in self._parts
+        ]
         kind = SCHEDULES[o.schedule]
         stages = self._stages if STAGES_PER_WORKER[o.schedule] > 1 else self._stages[0]
         # The loss is already divided by the number of micro-batches, so that gradients need no scaling.
-        schedule = kind(stages, o.microbatches, loss_fn=self._compute_loss, scale_grads=False)
-        disable_pipeline_shape_vote(schedule)
+        schedule = kind(
+            stages, o.microbatches, loss_fn=self._compute_microbatch_loss, scale_grads=False
+        )
+        disable_pipeline_shape_exchange(schedule)
         return schedule
 
-    def _make_stage(self, stage_number: int, microbatch_samples: int) -> Stage:
+    def _make_pipeline_stage(self, stage_number: int, microbatch_samples: int) -> Stage:
         from stratbench.extensions.splitting.stages import Stage
 
         stage = Stage(
             self._parts[stage_number], stage_number, len(self._cut), self.worker.device,
-            input_args=self._make_example(stage_number - 1, microbatch_samples),
-            output_args=self._make_example(stage_number, microbatch_samples), group=self._pipe,
+            input_args=self._make_example_output(stage_number - 1, microbatch_samples),
+            output_args=self._make_example_output(stage_number, microbatch_samples), group=self._pipe,
         )  # fmt: skip
-        stage.mark, stage.last = self._mark_phase, partial(self._note_last_backward, stage_number)
+        stage.mark, stage.last = (
+            self._mark_phase_end,
+            partial(self._store_stage_in_last_backward, stage_number),
+        )
         return stage
 
-    def _make_example(self, stage_number: int, samples: int) -> Tensor:
+    def _make_example_output(self, stage_number: int, samples: int) -> Tensor:
         """Return a tensor shaped like a stage's output for a number of samples.
 
         Stage number -1 stands for the model's input.
@@ -421,20 +443,20 @@ class Pipeline(ModelSplit):
         shape = (samples, *self._shapes[stage_number])
         return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
 
-    def _mark_phase(self, phase: str) -> None:
+    def _mark_phase_end(self, phase: str) -> None:
         self.worker.mark_phase_end(phase)
 
-    def _note_last_backward(self, stage: int, is_last_backward: bool) -> None:
+    def _store_stage_in_last_backward(self, stage: int, is_last_backward: bool) -> None:
         self._ending = stage if is_last_backward and self._is_last else None
 
-    def _compute_loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        self._mark_phase("bubble")
+    def _compute_microbatch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        self._mark_phase_end("bubble")
         with create_autocast_context(self.worker.settings.precision, self.worker.device):
             loss = self.compute_part_loss(scores, y) / self._divisor
         self._losses.append(loss.detach())
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._mark_phase("forward")
+        self._mark_phase_end("forward")
         return loss
 
     def create_sync_context(self, last: bool) -> AbstractContextManager:
@@ -451,7 +473,7 @@ class Pipeline(ModelSplit):
             # GradScaler creates its scale at the first call. Only the last stage's worker calls it in the
             # step.
             self.scaler.scale(torch.zeros((), device=self.worker.device))
-        schedule = self._get_schedule(len(x))
+        schedule = self._get_microbatch_schedule(len(x))
         inputs = (x,) if 0 in self._parts else ()
         target = y if len(self._cut) - 1 in self._parts else None
         schedule.step(*inputs, target=target, return_outputs=False)
@@ -459,12 +481,12 @@ class Pipeline(ModelSplit):
             # Free the gradients that were sent to other stages. PyTorch would keep them until the next step.
             stage.clear_runtime_states()
         if self.options.schedule == "zero-bubble":
-            self._fix_gradient_strides()
+            self._match_gradient_strides()
         if not self._losses:
             return torch.zeros((), dtype=self._dtype, device=self.worker.device)
         return torch.stack(self._losses).sum()
 
-    def _fix_gradient_strides(self) -> None:
+    def _match_gradient_strides(self) -> None:
         """Give gradients the strides of their parameters, which fused optimizers require.
 
         Backward does so by itself, except if gradients of weights are computed separately.
@@ -475,12 +497,12 @@ class Pipeline(ModelSplit):
             if p.grad is not None and p.grad.stride() != p.stride():
                 p.grad = torch.empty_like(p).copy_(p.grad)
 
-    def _start_averaging(self, parameter: nn.Parameter) -> None:
+    def _average_gradient_if_complete(self, parameter: nn.Parameter) -> None:
         """Start to average a gradient over the replicas once the gradient is complete (gradient hook)."""
         if self._by_stage.get(parameter) == self._ending is not None:
-            self._average_gradient(parameter)
+            self._start_gradient_averaging(parameter)
 
-    def _average_gradient(self, parameter: nn.Parameter) -> None:
+    def _start_gradient_averaging(self, parameter: nn.Parameter) -> None:
         """Start the all-reduce that averages a parameter's gradient over the replicas."""
         import torch
         import torch.distributed as dist
@@ -500,25 +522,27 @@ class Pipeline(ModelSplit):
         if self.worker.mesh.replicas > 1:
             for p in self.parameters:
                 if p not in self._sent:
-                    self._average_gradient(p)
+                    self._start_gradient_averaging(p)
             for _, work in self._pending_reductions:
                 work.wait()
             self._pending_reductions.clear()
             self._sent.clear()
-        self._mark_phase("bubble")
+        self._mark_phase_end("bubble")
 
     def list_normed_tensors(self) -> list[Tensor]:
         return [p for p in self.parameters if p not in self._counted_elsewhere]
 
     def gradient_norm(self) -> Tensor:
-        return collective.reduce_norm(super().gradient_norm(), self.worker.mesh.stages, self._pipe)
+        return collective.compute_norm_over_shards(
+            super().gradient_norm(), self.worker.mesh.stages, self._pipe
+        )
 
     @contextmanager
     def open_evaluation_model(self) -> Iterator[Callable[[Tensor], Tensor]]:
         with super().open_evaluation_model():
-            yield self._compute_scores
+            yield self._compute_evaluation_scores
 
-    def _compute_scores(self, x: Tensor) -> Tensor:
+    def _compute_evaluation_scores(self, x: Tensor) -> Tensor:
         """Return the model's scores for a batch in evaluation.
 
         The worker of the last stage gets the scores, and other workers get zeros. All workers must call it.
@@ -529,9 +553,9 @@ class Pipeline(ModelSplit):
         samples, last, workers = len(x), len(self._cut) - 1, self.worker.mesh.stages
         for i, part in self._parts.items():
             if i and (i - 1) not in self._parts:
-                x = torch.empty_like(self._make_example(i - 1, samples), requires_grad=False)
+                x = torch.empty_like(self._make_example_output(i - 1, samples), requires_grad=False)
                 dist.recv(x, dist.get_global_rank(self._pipe, (i - 1) % workers), group=self._pipe)
-            x = part.compute_modules(x)
+            x = part.compute_pieces(x)
             if i != last and (i + 1) not in self._parts:
                 dist.send(x, dist.get_global_rank(self._pipe, (i + 1) % workers), group=self._pipe)
         if last in self._parts:

@@ -31,14 +31,14 @@ class ModelSplit(Counted):
     stated_by: ClassVar[str]
 
     @classmethod
-    def explain_indivisible(cls, network: str | Model) -> str | None:
+    def indivisible_model_reason(cls, network: str | Model) -> str | None:
         """Return why this strategy cannot divide a model, or None if it can.
 
         The model need not be built.
         """
         raise NotImplementedError
 
-    def find_divisibility_reason(self, network: str | Model, gpus: int) -> str | None:
+    def indivisible_among_workers_reason(self, network: str | Model, gpus: int) -> str | None:
         """Return why a model cannot be divided among `gpus` workers, or None if it can.
 
         The text includes the remedy.
@@ -58,34 +58,34 @@ class ModelSplit(Counted):
             )
         strategy = cls(cls.Options(**options))
         for name, network in values["networks"].items():
-            if reason := cls.explain_indivisible(network):
+            if reason := cls.indivisible_model_reason(network):
                 yield f".models = {name!r}: {reason}"
                 continue
             for gpus in values["gpus"]:
                 # `mesh` raises ValueError if the groups of workers would differ in size. `check` reports
                 # that.
                 with suppress(ValueError):
-                    if reason := strategy.find_divisibility_reason(network, gpus):
+                    if reason := strategy.indivisible_among_workers_reason(network, gpus):
                         yield f".gpus = {values['gpus']}: {name}: {reason}"
 
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().iter_model_refusals(model, worker)
         yield from refusals.iter_unshardable_model_reasons(worker.trial)
 
-    def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
+    def list_parameters_with_partial_gradient(self, x: Tensor, y: Tensor) -> list[str]:
         """Return the undivided parameters whose gradient differs between workers.
 
         All workers must call this method.
         """
         return []
 
-    def is_model_divided(self, gpus: int) -> bool:
+    def has_divided_model_states(self, gpus: int) -> bool:
         """Return whether each of `gpus` workers has only a part of the model states."""
         mesh = self.mesh(gpus)
         return mesh.tensor * mesh.stages > 1
 
     def traits(self, gpus: int) -> base.Traits:
-        divides = self.is_model_divided(gpus)
+        divides = self.has_divided_model_states(gpus)
         # If the model is divided, the number of parts is None, because the workers' parts are unequal.
         parts = None if divides else 1
         return base.Traits(
@@ -98,7 +98,7 @@ class ModelSplit(Counted):
         )
 
 
-def describe_divisible_models(is_divisible: Callable[[str], bool]) -> str:
+def list_divisible_models_in_text(is_divisible: Callable[[str], bool]) -> str:
     """Return a clause that lists the built-in models that a strategy can divide.
 
     Args:

@@ -48,7 +48,7 @@ class MeasuredUnit(NamedTuple):
     kept_bytes: int = 0
 
 
-def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[MeasuredUnit]:
+def measure_unit_costs(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list[MeasuredUnit]:
     """Return the cost of each unit of a model for one sample.
 
     The model runs on fake tensors of the active mode.
@@ -64,11 +64,11 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
     like = deepcopy(model, memo)
     figures = []
     for unit in units:
-        own = {p for piece in unit for p in piece.iter_parameters(like)}
+        own = {p for piece in unit for p in piece.iter_used_parameters(like)}
         weights = {get_storage_key(p.untyped_storage()) for p in own}
         kept: dict[int, int] = {}
 
-        def record_kept_tensor(
+        def record_saved_tensor(
             saved_tensor: Tensor,
             saved_bytes: dict[int, int] = kept,
             weight_storages: set[int] = weights,
@@ -79,7 +79,7 @@ def measure_units(model: nn.Module, units: list[list[Piece]], x: Tensor) -> list
             return saved_tensor
 
         with (
-            saved_tensors_hooks(record_kept_tensor, lambda t: t),
+            saved_tensors_hooks(record_saved_tensor, lambda t: t),
             FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter,
         ):
             for piece in unit:
@@ -120,7 +120,7 @@ def balance_stages(units: Sequence[MeasuredUnit], pending_microbatches: Sequence
     def compute_stage_work(_stage: int, first_unit: int, end_unit: int) -> float:
         return flops[end_unit] - flops[first_unit]
 
-    most, _ = _minimize_max_cost(compute_stage_work, len(units), stages)
+    most, _ = _minimize_largest_stage_cost(compute_stage_work, len(units), stages)
 
     def compute_stage_memory(stage: int, first_unit: int, end_unit: int) -> float:
         if compute_stage_work(stage, first_unit, end_unit) > most:
@@ -131,11 +131,11 @@ def balance_stages(units: Sequence[MeasuredUnit], pending_microbatches: Sequence
             + pending_microbatches[stage] * (saved_bytes[end_unit] - saved_bytes[first_unit])
         )
 
-    _, ends = _minimize_max_cost(compute_stage_memory, len(units), stages)
+    _, ends = _minimize_largest_stage_cost(compute_stage_memory, len(units), stages)
     return [end - start for start, end in pairwise((0, *ends))]
 
 
-def _minimize_max_cost(
+def _minimize_largest_stage_cost(
     compute_cost: Callable[[int, int, int], float], num_units: int, num_stages: int
 ) -> tuple[float, tuple[int, ...]]:
     """Divide units into stages such that the largest cost of a stage is as small as possible.
@@ -183,11 +183,11 @@ class StageModule(nn.Module):
         self.pieces, self._is_last, self._dtype = list(pieces), is_last, dtype
         self._layout, self._precision = layout, precision
         # PyTorch's pipeline stage finds its parameters in this list, since the model is not a submodule.
-        own = dict.fromkeys(p for piece in self.pieces for p in piece.iter_parameters(model))
+        own = dict.fromkeys(p for piece in self.pieces for p in piece.iter_used_parameters(model))
         self.held = nn.ParameterList(own)
         self._model = (model,)
 
-    def compute_modules(self, x: Tensor) -> Tensor:
+    def compute_pieces(self, x: Tensor) -> Tensor:
         """Compute the stage's pieces one after the other, without mixed precision."""
         (model,) = self._model
         if x.dim() == 4:
@@ -202,7 +202,7 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with self._precision():
-            return self.compute_modules(x)
+            return self.compute_pieces(x)
 
 
 class Stage(PipelineStage):

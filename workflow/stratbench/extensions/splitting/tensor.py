@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.cell.text.words import format_names
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.split import ModelSplit, describe_divisible_models
+from stratbench.extensions.splitting.split import ModelSplit, list_divisible_models_in_text
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, check_equal_groups
 from stratbench.strategies.sharding.sharded import Sharded
@@ -94,11 +94,11 @@ class TensorParallel(ModelSplit, Sharded):
         return Mesh(gpus // workers, tensor=workers)
 
     @classmethod
-    def explain_indivisible(cls, network: str | Model) -> str | None:
+    def indivisible_model_reason(cls, network: str | Model) -> str | None:
         if not declared.has_tensor_plan(network):
             return (
                 "it has no plan that divides its layers; "
-                f"{describe_divisible_models(declared.has_tensor_plan)}"
+                f"{list_divisible_models_in_text(declared.has_tensor_plan)}"
             )
         return None
 
@@ -115,10 +115,13 @@ class TensorParallel(ModelSplit, Sharded):
                     "patches and class token of an image cannot be divided evenly; set it to false"
                 )
 
-    def find_divisibility_reason(
+    def indivisible_among_workers_reason(
         self, network: str | Model, gpus: int, built_model: nn.Module | None = None
     ) -> str | None:
-        workers, heads = self.mesh(gpus).tensor, declared.get_number_of_heads(network, built_model)
+        workers, heads = (
+            self.mesh(gpus).tensor,
+            declared.get_number_of_attention_heads(network, built_model),
+        )
         if heads % workers:
             return (
                 f"{workers} workers cannot divide its {heads} heads evenly; set tensor_parallel_size to a "
@@ -128,17 +131,17 @@ class TensorParallel(ModelSplit, Sharded):
 
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         network = models.get_model(worker.settings)
-        if reason := self.explain_indivisible(network):
+        if reason := self.indivisible_model_reason(network):
             yield reason
         elif worker.settings.own_model is not None:
             yield from super().iter_model_refusals(model, worker)
             try:
-                plan = declared.tensor_plan(network, model)
+                plan = declared.get_tensor_plan(network, model)
             except ValueError as e:
                 yield str(e)
                 return
-            yield from iter_plan_faults(model, plan)
-            if reason := self.find_divisibility_reason(network, worker.world_size, model):
+            yield from iter_tensor_plan_faults(model, plan)
+            if reason := self.indivisible_among_workers_reason(network, worker.world_size, model):
                 yield reason
             missing = {"first", "scores"}.difference(plan.values())
             if self.options.sequence_parallel and missing:
@@ -148,8 +151,8 @@ class TensorParallel(ModelSplit, Sharded):
                     f"{format_names(sorted(missing))}; name them, or set sequence_parallel to false"
                 )
 
-    def is_model_divided(self, gpus: int) -> bool:
-        return super().is_model_divided(gpus) or (
+    def has_divided_model_states(self, gpus: int) -> bool:
+        return super().has_divided_model_states(gpus) or (
             self.options.data_parallel == "fsdp" and self.mesh(gpus).replicas > 1
         )
 
@@ -163,21 +166,23 @@ class TensorParallel(ModelSplit, Sharded):
             worker.device.type, (replicas, tensor), mesh_dim_names=("replicas", "tensor")
         )
         if tensor > 1:
-            again = list_repeated_parameters(model)
-            plan = separate_head_projections(
-                model, declared.tensor_plan(models.get_model(worker.settings), model)
+            again = list_repeated_parameter_uses(model)
+            plan = separate_attention_projections(
+                model, declared.get_tensor_plan(models.get_model(worker.settings), model)
             )
             parallelize_module(
-                model, mesh["tensor"], make_styles(model, plan, self.options.sequence_parallel)
+                model,
+                mesh["tensor"],
+                make_parallel_styles(model, plan, self.options.sequence_parallel),
             )
             for (module, name), (first, own) in again:
                 setattr(module, name, getattr(first, own))
-            model.register_forward_hook(gather_output)
+            model.register_forward_hook(gather_evaluation_scores)
             if self.options.sequence_parallel:
                 model.register_forward_pre_hook(partial(check_positions_divide_evenly, tensor))
         #: For each trainable parameter: whether this worker includes its gradient in the gradient norm.
         self._counts = [
-            is_divided(p) or worker.mesh.place(worker.rank).tensor == 0
+            is_parameter_divided(p) or worker.mesh.get_coordinate(worker.rank).tensor == 0
             for p in model.parameters()
             if p.requires_grad
         ]
@@ -188,13 +193,13 @@ class TensorParallel(ModelSplit, Sharded):
                 fully_shard(modules, mesh=mesh["replicas"])
             fully_shard(model, mesh=mesh["replicas"])
         if self._averages:
-            self._register_averaging(model, mesh)
+            self._register_gradient_averaging(model, mesh)
         self.group_size = replicas * tensor if self._shards else tensor
         self._tensor_group = mesh.get_group("tensor")
         self.shard_group = None if self._shards else self._tensor_group
         return model
 
-    def _register_averaging(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def _register_gradient_averaging(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Register hooks that average each gradient over the replicas during backward."""
         self._is_last = True
         self._pending_reductions: list[tuple[Tensor, torch.distributed.Work]] = []
@@ -202,10 +207,10 @@ class TensorParallel(ModelSplit, Sharded):
         for p in model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(
-                    partial(self._start_averaging, group, replicas)
+                    partial(self._start_gradient_averaging, group, replicas)
                 )
 
-    def _start_averaging(
+    def _start_gradient_averaging(
         self, replica_group: Any, num_replicas: int, parameter: nn.Parameter
     ) -> None:
         import torch
@@ -250,7 +255,7 @@ class TensorParallel(ModelSplit, Sharded):
                 p.grad = p.grad.redistribute(placements=p.placements)
         super().assign_gradients_to_updated_tensors()
 
-    def list_partly_trained_parameters(self, x: Tensor, y: Tensor) -> list[str]:
+    def list_parameters_with_partial_gradient(self, x: Tensor, y: Tensor) -> list[str]:
         import torch
         import torch.distributed as dist
 
@@ -265,7 +270,7 @@ class TensorParallel(ModelSplit, Sharded):
         named = dict(self.model.named_parameters())
         apart = torch.zeros(len(named), dtype=torch.float64, device=self.worker.device)
         for i, p in enumerate(named.values()):
-            if p.grad is not None and not is_in_tensor_plan(p):
+            if p.grad is not None and not is_parameter_in_tensor_plan(p):
                 least, most = get_local_shard(p.grad).clone(), get_local_shard(p.grad).clone()
                 dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._tensor_group)
                 dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._tensor_group)
@@ -282,7 +287,7 @@ class TensorParallel(ModelSplit, Sharded):
         return list(compress(self.local, self._counts))
 
 
-def list_repeated_parameters(
+def list_repeated_parameter_uses(
     model: nn.Module,
 ) -> list[tuple[ParameterUse, ParameterUse]]:
     """Return the repeated uses of shared parameters, each with the parameter's first use."""
@@ -296,18 +301,18 @@ def list_repeated_parameters(
     return again
 
 
-def is_divided(parameter: nn.Parameter) -> bool:
+def is_parameter_divided(parameter: nn.Parameter) -> bool:
     """Return whether each worker has only a shard of a parameter."""
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
 
 
-def is_in_tensor_plan(parameter: nn.Parameter) -> bool:
+def is_parameter_in_tensor_plan(parameter: nn.Parameter) -> bool:
     """Return whether a parameter belongs to a module that the tensor plan names."""
     mesh = getattr(parameter, "device_mesh", None)
     return "tensor" in (getattr(mesh, "mesh_dim_names", None) or ())
 
 
-def gather_output(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+def gather_evaluation_scores(module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     """Gather the scores of all workers in evaluation. This function is a forward hook.
 
     In training the loss is computed on the shards of the scores.
@@ -341,28 +346,28 @@ def check_positions_divide_evenly(
         )
 
 
-def iter_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
+def iter_tensor_plan_faults(model: nn.Module, plan: Mapping[str, str]) -> Iterator[str]:
     """Yield a message for each mistake in a tensor plan for a model.
 
     A plan maps paths of modules, in which `*` matches any name, to words.
     """
-    from stratbench.extensions.splitting.heads import explain_indivisible
+    from stratbench.extensions.splitting.heads import indivisible_attention_reason
 
     for path, word in plan.items():
         if word not in WORDS:
             yield f"its tensor_plan has the word {word!r} for {path!r}; use one of {', '.join(WORDS)}"
-        named = match_modules(model, path)
+        named = list_matching_module_paths(model, path)
         if not named:
             yield f"its tensor_plan names {path!r}, but the model has no module of that path"
         if word == "heads":
             yield from (
                 f"its tensor_plan has 'heads' for {name!r}, which {reason}"
                 for name in named
-                if (reason := explain_indivisible(model.get_submodule(name)))
+                if (reason := indivisible_attention_reason(model.get_submodule(name)))
             )
 
 
-def match_modules(model: nn.Module, path_pattern: str) -> list[str]:
+def list_matching_module_paths(model: nn.Module, path_pattern: str) -> list[str]:
     """Return the paths of the modules that match a path of a tensor plan.
 
     A `*` in the path pattern matches any name.
@@ -370,7 +375,7 @@ def match_modules(model: nn.Module, path_pattern: str) -> list[str]:
     return [name for name, _ in model.named_modules() if fnmatchcase(name, path_pattern)]
 
 
-def separate_head_projections(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def separate_attention_projections(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """Replace attention modules by ones with separate projections, and return the adapted plan.
 
     Only modules with the word `heads` in the plan are changed.
@@ -381,7 +386,7 @@ def separate_head_projections(model: nn.Module, plan: Mapping[str, str]) -> dict
     for path, word in plan.items():
         divided[path] = word
         if word == "heads":
-            for name in match_modules(model, path):
+            for name in list_matching_module_paths(model, path):
                 model.set_submodule(name, SelfAttention(model.get_submodule(name)))
             parts = dict.fromkeys(("query", "key", "value"), "colwise of input") | {
                 "out": "rowwise"
@@ -390,7 +395,7 @@ def separate_head_projections(model: nn.Module, plan: Mapping[str, str]) -> dict
     return divided
 
 
-def make_styles(
+def make_parallel_styles(
     model: nn.Module, plan: Mapping[str, str], divides_positions: bool
 ) -> dict[str, ParallelStyle]:
     """Return the ParallelStyle of each module in a tensor plan, by module path.
@@ -419,7 +424,7 @@ def make_styles(
 
     stream = Shard(1) if divides_positions else Replicate()
 
-    def make_style(plan_word: str) -> ParallelStyle | None:
+    def make_parallel_style(plan_word: str) -> ParallelStyle | None:
         match plan_word:
             case "embedding":
                 return RowwiseParallel(input_layouts=Replicate())
@@ -453,6 +458,10 @@ def make_styles(
                 return None
         raise ValueError(f"tensor_plan has the word {plan_word!r}; use one of {', '.join(WORDS)}")
 
-    wanted = {name: kind for path, kind in plan.items() for name in match_modules(model, path)}
-    by_name = {name: make_style(kind) for name, kind in wanted.items()}
+    wanted = {
+        name: kind
+        for path, kind in plan.items()
+        for name in list_matching_module_paths(model, path)
+    }
+    by_name = {name: make_parallel_style(kind) for name, kind in wanted.items()}
     return {name: style for name, style in by_name.items() if style is not None}

@@ -17,10 +17,10 @@ from typing import Any
 
 import yaml
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.installation import ROOT
 from stratbench.cell.text.words import format_bytes, format_count, format_seconds, wrap_lines
-from stratbench.extensions.tune.answer import describe_answer, read_answer
+from stratbench.extensions.tune.answer import describe_answer, read_tune_answer
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.page import render_answer_page
 from stratbench.extensions.tune.paths import TUNING_CONFIG_PATH
@@ -31,7 +31,7 @@ from stratbench.extensions.tune.sieves import (
     TOO_LARGE,
     TOO_SLOW,
     UNSUPPORTED,
-    Sieved,
+    FilterResult,
     add_tuning_study,
     filter_combinations,
     make_tuning_study_name,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m stratbench.extensions.tune", description=__doc__
     )
-    parser.add_argument("--config", required=True, help="the whole config as JSON text")
+    parser.add_argument("--config", required=True, help="the study's whole config, as JSON")
     args = parser.parse_args(argv)
     try:
         config = json.loads(args.config)
@@ -94,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_tuning_config(config, *where, chosen, tuned, whole["tune"]["budget_gpu_hours"])
     print(f"Written: {table}, {tuned}")
     study, baseline = make_tuning_study_name(whole["study"]), whole["tune"]["baseline"]
-    answer = read_answer(Path(whole["results"]), study, sieved, baseline)
+    answer = read_tune_answer(Path(whole["results"]), study, sieved, baseline)
     if answer is not None:
         path = tuned.with_name("index.html")
-        write_atomic(path, render_answer_page(answer, sieved, question["model"]))
+        write_text_atomically(path, render_answer_page(answer, sieved, question["model"]))
         print(wrap_lines(["", *describe_answer(answer), f"{path} shows all results."]))
     return 0
 
@@ -128,7 +128,7 @@ def choose_tuning_task(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"experiment": name, "values": values, "model": model, "gpus": gpus}
 
 
-def describe_filter_results(filter_results: Sequence[Sieved]) -> list[str]:
+def describe_filter_results(filter_results: Sequence[FilterResult]) -> list[str]:
     """Return lines with the number of combinations per outcome, and the combinations to measure.
 
     The combination with the shortest planned time comes first.
@@ -140,15 +140,21 @@ def describe_filter_results(filter_results: Sequence[Sieved]) -> list[str]:
     texts.append(f"{fates[MEASURED]} to measure")
     lines = [f"{format_count(len(filter_results), 'combination')}: {', '.join(texts)}.", ""]
     left = [s for s in filter_results if s.outcome == MEASURED]
-    for each in sorted(left, key=lambda s: s.time_s if s.time_s is not None else float("inf")):
-        time = format_seconds(each.time_s) if each.time_s is not None else "time not planned"
+    for each in sorted(
+        left, key=lambda s: s.planned_time_s if s.planned_time_s is not None else float("inf")
+    ):
+        time = (
+            format_seconds(each.planned_time_s)
+            if each.planned_time_s is not None
+            else "time not planned"
+        )
         memory = (
-            format_bytes(each.memory_bytes)
-            if each.memory_bytes is not None
+            format_bytes(each.planned_memory_bytes)
+            if each.planned_memory_bytes is not None
             else "memory not planned"
         )
         lines.append(f"  {each.combination.name}: {time}, {memory} per worker; {each.reason}")
-    if any(s.amounts is not None for s in filter_results):
+    if any(s.difference_amounts is not None for s in filter_results):
         lines += [
             "",
             "A combination is dropped if its planned time, divided by that of a faster one, exceeds this "
@@ -160,7 +166,7 @@ def describe_filter_results(filter_results: Sequence[Sieved]) -> list[str]:
     return lines
 
 
-def write_combinations_csv(filter_results: Sequence[Sieved], path: Path) -> None:
+def write_combinations_csv(filter_results: Sequence[FilterResult], path: Path) -> None:
     """Write tune.csv: the outcome and the planned values of each combination."""
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -174,12 +180,12 @@ def write_combinations_csv(filter_results: Sequence[Sieved], path: Path) -> None
             _to_sorted_json(c.settings),
             s.outcome,
             s.reason,
-            s.time_s,
-            s.memory_bytes,
+            s.planned_time_s,
+            s.planned_memory_bytes,
         )
         table.writerow(dict(zip(COLUMNS, row, strict=True)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, text.getvalue())
+    write_text_atomically(path, text.getvalue())
 
 
 def _to_sorted_json(values: Mapping[str, Any]) -> str:
@@ -213,7 +219,7 @@ def write_tuning_config(
     alone = {"study": name, "studies": {name: made["studies"][name]}}
     if budget_gpu_hours is not None:
         alone["verdict"] = {"budget_gpu_hours": budget_gpu_hours}
-    write_atomic(path, yaml.safe_dump(alone, sort_keys=False))
+    write_text_atomically(path, yaml.safe_dump(alone, sort_keys=False))
 
 
 if __name__ == "__main__":

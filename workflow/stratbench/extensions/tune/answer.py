@@ -14,7 +14,7 @@ import numpy as np
 
 from stratbench.cell.files import read_json
 from stratbench.cell.text.words import format_bytes, format_count, format_short_time
-from stratbench.extensions.tune.sieves import Sieved
+from stratbench.extensions.tune.sieves import FilterResult
 from stratbench.extensions.tune.space import Combination
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
 
@@ -32,7 +32,7 @@ class MeasuredCombination:
     combination: Combination
     step_s_by_block: tuple[float | None, ...]
     memory_bytes: int | None
-    verdict_words: str
+    status_in_verdict: str
 
     @property
     def name(self) -> str:
@@ -101,8 +101,8 @@ class TuneAnswer:
         return fastest
 
 
-def read_answer(
-    results: Path, study: str, filter_results: Sequence[Sieved], baseline: str
+def read_tune_answer(
+    results: Path, study: str, filter_results: Sequence[FilterResult], baseline: str
 ) -> TuneAnswer | None:
     """Return the results of the study that measures the remaining combinations.
 
@@ -174,7 +174,9 @@ def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: s
             times_s = np.array([chosen.step_s_by_block, default.step_s_by_block], dtype=float)
             if choice is not None and np.isfinite(times_s).all(0).any():
                 pairs.setdefault(choice, []).append(times_s)
-    columns = {choice: _average_common_blocks(each) for choice, each in pairs.items()}
+    columns = {
+        choice: _average_step_times_over_common_blocks(each) for choice, each in pairs.items()
+    }
     ratios = compute_paired_ratios(list(columns.values()), [False] * len(columns))
     return [
         Effect(*choice, ratio, len(pairs[choice]), columns[choice].shape[1])
@@ -182,7 +184,7 @@ def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: s
     ]
 
 
-def _average_common_blocks(pairs: Sequence[np.ndarray]) -> np.ndarray:
+def _average_step_times_over_common_blocks(pairs: Sequence[np.ndarray]) -> np.ndarray:
     """Return the geometric mean over pairs of both step times in each block, shape [2, blocks].
 
     Only blocks with all pairs count. If there are none, only the pair with the most blocks counts.
@@ -217,7 +219,7 @@ def _find_single_difference(
         is_plain = not chosen.options and not default.options and default.strategy == baseline
         return (chosen.strategy, baseline) if is_plain and is_same_settings else None
     if is_same_settings and chosen.options and not default.options:
-        return f"{chosen.strategy} {_join_values(chosen.options)}", ""
+        return f"{chosen.strategy} {_format_keys_and_values(chosen.options)}", ""
     own = {k: v for k, v in chosen.settings.items() if default.settings.get(k) != v}
     if (
         chosen.options == default.options
@@ -225,11 +227,11 @@ def _find_single_difference(
         and {**default.settings, **own} == chosen.settings
     ):
         (key,) = own
-        return (_join_values(own), "") if key not in default.settings else None
+        return (_format_keys_and_values(own), "") if key not in default.settings else None
     return None
 
 
-def _join_values(values: Mapping[str, Any]) -> str:
+def _format_keys_and_values(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {json.dumps(value).strip(chr(34))}" for key, value in values.items())
 
 
@@ -240,16 +242,16 @@ def describe_answer(answer: TuneAnswer) -> Iterator[str]:
         yield f"No result yet: {answer.comparison['text']}"
         return
     yield answer.comparison["text"]
-    yield f"  {compare_with_baseline(answer, winner)}"
+    yield f"  {describe_gain_over_baseline(answer, winner)}"
     yield f"  {describe_memory_use(answer, winner)}"
-    yield f"  {describe_further_gain(answer)}"
+    yield f"  {describe_possible_further_gain(answer)}"
     effects = estimate_choice_effects(answer.measured_combinations, answer.baseline)
     if effects:
         yield "Effect of each choice: time per step with the choice, divided by the time without it:"
         yield from (f"  {describe_effect(effect)}" for effect in effects)
 
 
-def compare_with_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> str:
+def describe_gain_over_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> str:
     """Return a sentence with the ratio of the baseline's time to that of the fastest combination."""
     name = answer.baseline
     if winner.name == name:
@@ -276,7 +278,7 @@ def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
     return f"The fastest combination needs {format_bytes(peak)} of {format_bytes(room)} per worker: {words}."
 
 
-def describe_further_gain(answer: TuneAnswer) -> str:
+def describe_possible_further_gain(answer: TuneAnswer) -> str:
     """Return a sentence on the largest gain that further blocks may find, and on their cost."""
     comparison, verdict = answer.comparison, answer.verdict
     rivals = [r["strategy"] for r in comparison["ratios"] if r["state"] in ("open", "equal")]
@@ -299,7 +301,7 @@ def describe_effect(effect: Effect) -> str:
     over = f" over {effect.compared_with}" if effect.compared_with else ""
     return (
         f"{effect.choice}{over}: "
-        f"{effect.ratio.format_text('{:.3f}'.format)}{describe_effect_evidence(effect)}"
+        f"{effect.ratio.format_value_and_interval('{:.3f}'.format)}{describe_effect_evidence(effect)}"
     )
 
 
@@ -312,5 +314,7 @@ def describe_effect_evidence(effect: Effect) -> str:
 def format_step_time(combination: MeasuredCombination) -> str:
     """Return the time per step as text, or the reason why it is unknown."""
     return (
-        format_short_time(combination.step_s) if combination.step_s else combination.verdict_words
+        format_short_time(combination.step_s)
+        if combination.step_s
+        else combination.status_in_verdict
     )

@@ -54,7 +54,7 @@ class Margin(NamedTuple):
 Margins = Mapping[tuple[str, bool], Margin]
 
 
-class Beaten(NamedTuple):
+class DropReason(NamedTuple):
     """Reason to drop a configuration: its planned time is too long relative to another."""
 
     #: Name of the faster configuration.
@@ -65,7 +65,7 @@ class Beaten(NamedTuple):
     margin: float
 
 
-def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Margin]:
+def fit_margins_to_sweeps(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Margin]:
     """Return the margin of each kind of difference that is in enough sweeps.
 
     The margin follows from pairs of configurations that differ in one kind only, and whose measured order is
@@ -76,7 +76,7 @@ def fit_margins(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, bool], Mar
     """
     worst: dict[tuple[str, bool], dict[str, float]] = {}
     sources: dict[tuple[str, bool], set[str]] = {}
-    for sweep in group_by_sweep(row for row in rows if row["measured"]).values():
+    for sweep in group_rows_by_sweep(row for row in rows if row["measured"]).values():
         for slower, faster in permutations(sweep, 2):
             kinds = [kind for kind in KINDS if float(slower[kind]) != float(faster[kind])]
             planned = float(slower["planned"]) / float(faster["planned"])
@@ -109,7 +109,9 @@ def compute_upper_prediction_bound(values: list[float]) -> float:
     return sorted(values)[min(rank, len(values)) - 1]
 
 
-def group_by_sweep(sweep_rows: Iterable[Mapping[str, str]]) -> dict[str, list[Mapping[str, str]]]:
+def group_rows_by_sweep(
+    sweep_rows: Iterable[Mapping[str, str]],
+) -> dict[str, list[Mapping[str, str]]]:
     """Return the rows of each public sweep, by name of the sweep."""
     sweeps: dict[str, list[Mapping[str, str]]] = {}
     for row in sweep_rows:
@@ -117,7 +119,7 @@ def group_by_sweep(sweep_rows: Iterable[Mapping[str, str]]) -> dict[str, list[Ma
     return sweeps
 
 
-def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
+def compute_margin_between(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
     """Return the largest planned time ratio of two configurations at which the slower one is kept.
 
     If they differ in several kinds, it is the product of the margins of these kinds.
@@ -136,9 +138,9 @@ def combine_margins(slower: Amounts, faster: Amounts, margins: Margins) -> float
     return math.prod(margins[key].ratio for key in keys)
 
 
-def find_beaten_configurations(
+def find_configurations_to_drop(
     planned_times: Mapping[str, float], amounts: Mapping[str, Amounts], margins: Margins
-) -> dict[str, Beaten]:
+) -> dict[str, DropReason]:
     """Return each configuration whose planned time is too long relative to another, with the reason.
 
     Args:
@@ -146,12 +148,14 @@ def find_beaten_configurations(
         amounts: Amounts of each configuration, by name.
         margins: Margins by kind of difference.
     """
-    by_name: dict[str, Beaten] = {}
+    by_name: dict[str, DropReason] = {}
     for slower, faster in permutations(planned_times, 2):
         ratio = planned_times[slower] / planned_times[faster]
-        margin = combine_margins(amounts[slower], amounts[faster], margins) if ratio > 1 else None
+        margin = (
+            compute_margin_between(amounts[slower], amounts[faster], margins) if ratio > 1 else None
+        )
         if margin is not None and ratio > margin and ratio > by_name.get(slower, (None, 0.0))[1]:
-            by_name[slower] = Beaten(faster, ratio, margin)
+            by_name[slower] = DropReason(faster, ratio, margin)
     return by_name
 
 
@@ -165,7 +169,7 @@ def read_public_sweeps() -> list[dict[str, str]]:
 @cache
 def fit_public_margins() -> dict[tuple[str, bool], Margin]:
     """Return the margins from all public sweeps, by kind of difference."""
-    return fit_margins(read_public_sweeps())
+    return fit_margins_to_sweeps(read_public_sweeps())
 
 
 def describe_margins(margins: Margins) -> Iterator[str]:

@@ -13,7 +13,7 @@ from stratbench.analysis.figures.log_chart import ChartSeries, render_log_chart
 from stratbench.analysis.figures.marks import (
     assign_marks_by_strategy,
     create_mark,
-    format_css_variables,
+    format_family_css_variables,
 )
 from stratbench.cell.text.pages import render_page
 from stratbench.cell.text.words import format_bytes, format_count, format_short_time
@@ -21,14 +21,14 @@ from stratbench.extensions.tune.answer import (
     Effect,
     MeasuredCombination,
     TuneAnswer,
-    compare_with_baseline,
-    describe_further_gain,
+    describe_gain_over_baseline,
+    describe_possible_further_gain,
     describe_memory_use,
     estimate_choice_effects,
     format_step_time,
 )
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
-from stratbench.extensions.tune.sieves import MEASURED, OUT_OF_MEMORY, Sieved
+from stratbench.extensions.tune.sieves import MEASURED, OUT_OF_MEMORY, FilterResult
 
 TEMPLATES = Path(__file__).parent / "templates"
 #: Largest number of reasons that the page lists per outcome.
@@ -40,7 +40,9 @@ COMMON_SETTINGS_SENTENCES = (
 )
 
 
-def render_answer_page(answer: TuneAnswer, filter_results: Sequence[Sieved], model: str) -> str:
+def render_answer_page(
+    answer: TuneAnswer, filter_results: Sequence[FilterResult], model: str
+) -> str:
     """Return the HTML page with the answer of `tune`.
 
     Args:
@@ -52,22 +54,22 @@ def render_answer_page(answer: TuneAnswer, filter_results: Sequence[Sieved], mod
     return render_page("tune.html.j2", TEMPLATES, values={
         "title": f"The fastest configuration of {model} on {comparison['workers']}",
         "lead": comparison["text"],
-        "facts": list(_list_tuning_facts(answer)),
+        "facts": list(_iter_labelled_results(answer)),
         "svg": _draw_time_over_memory(answer) if answer.pareto_front else "",
         "effects": [_make_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline)],
         "measured": [_make_measured_row(answer, m) for m in _sort_by_step_time(measured)],
-        "others": list(_describe_dropped(filter_results)),
-        "light_marks": Markup(format_css_variables(for_dark_pages=False)),
-        "dark_marks": Markup(format_css_variables(for_dark_pages=True)),
+        "others": list(_iter_sentences_on_dropped_combinations(filter_results)),
+        "light_marks": Markup(format_family_css_variables(for_dark_pages=False)),
+        "dark_marks": Markup(format_family_css_variables(for_dark_pages=True)),
     })  # fmt: skip
 
 
-def _list_tuning_facts(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
+def _iter_labelled_results(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
     winner = answer.winning_combination
     if winner is not None:
-        yield "Compared with the baseline", compare_with_baseline(answer, winner)
+        yield "Compared with the baseline", describe_gain_over_baseline(answer, winner)
         yield "Memory per worker", describe_memory_use(answer, winner)
-        yield "Possible further gain", describe_further_gain(answer)
+        yield "Possible further gain", describe_possible_further_gain(answer)
     verdict = answer.verdict
     ended = f" Done: {verdict['reason']}." if verdict["done"] else ""
     yield "Cost so far", f"{verdict['spent_gpu_hours']:.3g} {verdict['hours']}.{ended}"
@@ -87,7 +89,7 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
         dots = [(m.memory_bytes, m.step_s) for m in own if m.memory_bytes and m.step_s]
         if dots:
             mark = marks.get(strategy) or create_mark("other", 0)
-            series.append(ChartSeries(strategy, mark.css_variable, dots, mark=mark))
+            series.append(ChartSeries(strategy, mark.colour_css_variable, dots, mark=mark))
     front = [(m.memory_bytes, m.step_s) for m in answer.pareto_front if m.memory_bytes and m.step_s]
     series.append(ChartSeries("", "muted", solid_line_points=front))
     sizes = [m.memory_bytes for m in answer.measured_combinations if m.memory_bytes]
@@ -100,10 +102,15 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
 
 def _make_effect_row(effect: Effect) -> dict[str, Any]:
     over = f" over {effect.compared_with}" if effect.compared_with else ""
-    ratio = effect.ratio.format_text("{:.3f}".format)
+    ratio = effect.ratio.format_value_and_interval("{:.3f}".format)
     if effect.ratio.low is None:
         ratio += " (no interval)"
-    return vars(effect) | {"choice": f"{effect.choice}{over}", "ratio": ratio}
+    return {
+        "choice": f"{effect.choice}{over}",
+        "ratio": ratio,
+        "num_pairs": effect.num_pairs,
+        "num_blocks": effect.num_blocks,
+    }
 
 
 def _make_measured_row(answer: TuneAnswer, combination: MeasuredCombination) -> dict[str, str]:
@@ -118,7 +125,9 @@ def _make_measured_row(answer: TuneAnswer, combination: MeasuredCombination) -> 
     }
 
 
-def _describe_dropped(filter_results: Sequence[Sieved]) -> Iterator[str]:
+def _iter_sentences_on_dropped_combinations(
+    filter_results: Sequence[FilterResult],
+) -> Iterator[str]:
     """Yield a sentence per outcome on the combinations that are not measured, with the reasons."""
     yield COMMON_SETTINGS_SENTENCES
     for fate in dict.fromkeys(
@@ -132,7 +141,7 @@ def _describe_dropped(filter_results: Sequence[Sieved]) -> Iterator[str]:
         else:
             text = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
             yield f"{format_count(len(own), 'combination')} {fate}: {text}."
-    if any(s.amounts is not None for s in filter_results):
+    if any(s.difference_amounts is not None for s in filter_results):
         margins = "; ".join(line.strip() for line in describe_margins(fit_public_margins()))
         yield (
             "A combination is dropped by time if its planned time, divided by that of a faster one, exceeds "

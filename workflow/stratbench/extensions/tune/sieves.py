@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stratbench.extensions.plan.check import check_study
-from stratbench.extensions.plan.needs import Subject
-from stratbench.extensions.plan.schedule import Planned, make_plan
+from stratbench.extensions.plan.needs import CellToPlan
+from stratbench.extensions.plan.schedule import PlannedCell, make_plan
 from stratbench.extensions.tune.differences import (
     SELECTIVE_SHARE,
     Amounts,
-    Beaten,
+    DropReason,
     Margins,
-    find_beaten_configurations,
+    find_configurations_to_drop,
     fit_public_margins,
 )
 from stratbench.extensions.tune.space import Combination
@@ -56,7 +56,7 @@ MEASURED, OUT_OF_MEMORY = "measured", "out of memory"
 
 
 @dataclass(frozen=True)
-class Sieved:
+class FilterResult:
     """Outcome of the filters for one combination, with the reason and the planned values.
 
     Attributes:
@@ -72,11 +72,11 @@ class Sieved:
     combination: Combination
     outcome: str
     reason: str = ""
-    time_s: float | None = None
-    memory_bytes: int | None = None
-    amounts: Amounts | None = None
-    segment_gpu_s: float = 0.0
-    training_gpu_s: float = 0.0
+    planned_time_s: float | None = None
+    planned_memory_bytes: int | None = None
+    difference_amounts: Amounts | None = None
+    planned_segment_gpu_s: float = 0.0
+    planned_training_gpu_s: float = 0.0
     device_memory_bytes: float | None = None
 
 
@@ -88,7 +88,7 @@ def filter_combinations(
     combinations: Sequence[Combination],
     baseline: str,
     out_of_memory: Set[tuple[str, str]] = frozenset(),
-) -> list[Sieved]:
+) -> list[FilterResult]:
     """Return the outcome of the filters for each combination, in the given order.
 
     The time filter never drops the baseline.
@@ -103,7 +103,9 @@ def filter_combinations(
         out_of_memory: Combinations that ran out of memory in a block, as name and hash of the settings.
     """
     by_name = {
-        c.name: Sieved(c, UNSUPPORTED, _unsupported_reason(config, experiment, gpus, model, c))
+        c.name: FilterResult(
+            c, UNSUPPORTED, _find_unsupported_reason(config, experiment, gpus, model, c)
+        )
         for c in combinations
     }
     left = [s.combination for s in by_name.values() if not s.reason]
@@ -111,7 +113,7 @@ def filter_combinations(
         whole, study = load_config(add_tuning_study(config, experiment, gpus, model, left))
         for planned in make_plan(whole, check_study(whole, study), {}).cells:
             name = planned.cell.strategy
-            s = _filter_by_plan(
+            s = _filter_combination_by_plan(
                 by_name[name].combination, planned, whole["cluster"]["memory_margin"]
             )
             if (name, hash_trained_settings(planned.subject.settings)) in out_of_memory:
@@ -125,7 +127,7 @@ def filter_combinations(
 
 
 def drop_slow_combinations(
-    results_by_name: dict[str, Sieved],
+    results_by_name: dict[str, FilterResult],
     baseline: str,
     keep_within: float | None,
     margins: Margins,
@@ -140,14 +142,14 @@ def drop_slow_combinations(
         margins: Margins by kind of difference.
     """
     left = (each for each in results_by_name.items() if each[1].outcome == MEASURED)
-    times = {name: s.time_s for name, s in left if s.time_s is not None}
+    times = {name: s.planned_time_s for name, s in left if s.planned_time_s is not None}
     if keep_within is None:
-        by_combination = find_beaten_combinations(times, results_by_name, margins)
+        by_combination = find_combinations_to_drop(times, results_by_name, margins)
     else:
         fastest = min(times, key=times.__getitem__, default="")
         ratios = {name: time_s / times[fastest] for name, time_s in times.items()}
         by_combination = {
-            n: Beaten(fastest, r, keep_within) for n, r in ratios.items() if r > keep_within
+            n: DropReason(fastest, r, keep_within) for n, r in ratios.items() if r > keep_within
         }
     for name, (faster, ratio, margin) in by_combination.items():
         if name != baseline:
@@ -156,7 +158,7 @@ def drop_slow_combinations(
 
 
 def postpone_combinations_beyond_budget(
-    results_by_name: dict[str, Sieved], baseline: str, budget_gpu_hours: float | None
+    results_by_name: dict[str, FilterResult], baseline: str, budget_gpu_hours: float | None
 ) -> None:
     """Set the outcome of combinations that the budget does not cover to LATER, in place.
 
@@ -168,13 +170,17 @@ def postpone_combinations_beyond_budget(
         baseline: Name of the baseline.
         budget_gpu_hours: Limit of GPU-hours, or None without limit.
     """
-    timed = [s for s in results_by_name.values() if s.outcome == MEASURED and s.time_s is not None]
+    timed = [
+        s
+        for s in results_by_name.values()
+        if s.outcome == MEASURED and s.planned_time_s is not None
+    ]
     if budget_gpu_hours is None or not timed:
         return
-    timed.sort(key=lambda s: (s.combination.name != baseline, s.time_s or 0.0))
+    timed.sort(key=lambda s: (s.combination.name != baseline, s.planned_time_s or 0.0))
     paid = timed[:2]
     for s in timed[2:]:
-        costs = [(p.segment_gpu_s, p.training_gpu_s) for p in (*paid, s)]
+        costs = [(p.planned_segment_gpu_s, p.planned_training_gpu_s) for p in (*paid, s)]
         gpu_hours = (
             sum(estimate_block_and_full_cell_costs(*map(list, zip(*costs, strict=True)))) / 3600
         )
@@ -209,9 +215,11 @@ def read_out_of_memory_combinations(results: str, study: str) -> set[tuple[str, 
     return names
 
 
-def find_beaten_combinations(
-    planned_times_s: Mapping[str, float], results_by_name: Mapping[str, Sieved], margins: Margins
-) -> dict[str, Beaten]:
+def find_combinations_to_drop(
+    planned_times_s: Mapping[str, float],
+    results_by_name: Mapping[str, FilterResult],
+    margins: Margins,
+) -> dict[str, DropReason]:
     """Return each combination whose planned time is too long relative to another, with the reason.
 
     Two combinations are compared only if they have the same values of all options without a kind of
@@ -225,13 +233,13 @@ def find_beaten_combinations(
     groups: dict[str, dict[str, Amounts]] = {}
     for name in planned_times_s:
         each = results_by_name[name]
-        if each.amounts is not None:
+        if each.difference_amounts is not None:
             groups.setdefault(_format_options_of_unknown_kind(each.combination), {})[name] = (
-                each.amounts
+                each.difference_amounts
             )
-    by_combination: dict[str, Beaten] = {}
+    by_combination: dict[str, DropReason] = {}
     for group in groups.values():
-        by_combination |= find_beaten_configurations(
+        by_combination |= find_configurations_to_drop(
             {name: planned_times_s[name] for name in group}, group, margins
         )
     return by_combination
@@ -248,7 +256,7 @@ def _format_options_of_unknown_kind(combination: Combination) -> str:
     )
 
 
-def measure_difference_amounts(subject: Subject) -> dict[str, float]:
+def compute_difference_amounts(subject: CellToPlan) -> dict[str, float]:
     """Return a cell's amount of each kind of difference, such as its pipeline stages."""
     settings, mesh, options = subject.settings, subject.mesh, subject.settings.options
     traits = get_traits(settings.strategy, options, subject.cell.gpus)
@@ -264,7 +272,7 @@ def measure_difference_amounts(subject: Subject) -> dict[str, float]:
     }
 
 
-def _find_zero_stage(subject: Subject, traits: Traits) -> int:
+def _find_zero_stage(subject: CellToPlan, traits: Traits) -> int:
     """Return the ZeRO stage (0 to 3) that shards the same states as a cell's strategy."""
     options = subject.settings.options
     # Strategies that also divide the network among workers have an option for their data parallelism.
@@ -318,7 +326,7 @@ def make_tuning_study_name(study: str) -> str:
     return f"{study}-tune"
 
 
-def _unsupported_reason(
+def _find_unsupported_reason(
     config: Mapping[str, Any], experiment: str, gpus: int, model: str, combination: Combination
 ) -> str:
     """Return the reason why a combination is not supported, or an empty text."""
@@ -329,12 +337,14 @@ def _unsupported_reason(
     return ""
 
 
-def _filter_by_plan(combination: Combination, planned: Planned, memory_margin: float) -> Sieved:
+def _filter_combination_by_plan(
+    combination: Combination, planned: PlannedCell, memory_margin: float
+) -> FilterResult:
     if planned.state == "unsupported":
-        return Sieved(combination, UNSUPPORTED, planned.reason)
+        return FilterResult(combination, UNSUPPORTED, planned.reason)
     fit = planned.fit
     if fit is None:
-        return Sieved(combination, MEASURED, f"not planned: {planned.reason}")
+        return FilterResult(combination, MEASURED, f"not planned: {planned.reason}")
     # The plan reserves a part of the device's memory. Here the whole memory counts.
     memory_bytes = fit.room_bytes * (1 + memory_margin)
     fate, reason = MEASURED, fit.memory_verdict
@@ -343,17 +353,19 @@ def _filter_by_plan(combination: Combination, planned: Planned, memory_margin: f
         reason = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
     # Public sweeps cover GPUs only, so that combinations on CPUs are not compared by their planned times.
     amounts = (
-        measure_difference_amounts(planned.subject) if planned.subject.request.is_on_cuda else None
+        compute_difference_amounts(planned.subject) if planned.subject.request.is_on_cuda else None
     )
-    s = Sieved(combination, fate, reason, fit.usual_s, fit.needed_bytes, amounts)
+    s = FilterResult(combination, fate, reason, fit.usual_s, fit.needed_bytes, amounts)
     s = replace(s, device_memory_bytes=memory_bytes)
     if fit.usual_s is None:
         return s
-    segment, cell = _plan_gpu_seconds(planned, fit.usual_s)
-    return replace(s, segment_gpu_s=segment, training_gpu_s=cell)
+    segment, cell = _estimate_segment_and_training_gpu_s(planned, fit.usual_s)
+    return replace(s, planned_segment_gpu_s=segment, planned_training_gpu_s=cell)
 
 
-def _plan_gpu_seconds(planned: Planned, planned_time_s: float) -> tuple[float, float]:
+def _estimate_segment_and_training_gpu_s(
+    planned: PlannedCell, planned_time_s: float
+) -> tuple[float, float]:
     """Return the planned GPU-seconds of one segment of a block, and of a whole training.
 
     Args:

@@ -73,16 +73,16 @@ def list_combinations(
         gpus: Number of workers.
         tune: The block `tune` of config.yaml, with its defaults.
     """
-    settings = list(_iter_settings(experiment, gpus, tune))
+    settings = list(_iter_settings_to_try(experiment, gpus, tune))
     return [
         Combination(name, options, own)
-        for name in list_strategies(gpus, tune)
-        for options in _iter_options(name, gpus)
+        for name in list_strategies_to_try(gpus, tune)
+        for options in _iter_options_to_try(name, gpus)
         for own in settings
     ]
 
 
-def list_strategies(gpus: int, tune: Mapping[str, Any]) -> list[str]:
+def list_strategies_to_try(gpus: int, tune: Mapping[str, Any]) -> list[str]:
     """Return the names of the strategies to try on `gpus` workers.
 
     They are those that `include` names, or by default all strategies whose updates equal those of DDP. A
@@ -113,7 +113,7 @@ def _has_ddp_updates(strategy_name: str, gpus: int) -> bool:
         return False
 
 
-def _iter_options(strategy_name: str, gpus: int) -> Iterator[dict[str, Any]]:
+def _iter_options_to_try(strategy_name: str, gpus: int) -> Iterator[dict[str, Any]]:
     """Yield the options to try: the defaults, then each other value of one option."""
     yield {}
     for option in fields(get_strategy_class(strategy_name).Options):
@@ -123,7 +123,7 @@ def _iter_options(strategy_name: str, gpus: int) -> Iterator[dict[str, Any]]:
             yield {option.name: value}
 
 
-def _iter_settings(
+def _iter_settings_to_try(
     experiment: Mapping[str, Any], gpus: int, tune: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings to try as dicts of those that differ from the experiment's.

@@ -26,14 +26,14 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from stratbench.cell import record, software_gpu
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.verdict import block_rules, blocks
 from stratbench.extensions.verdict.blocks import BURN_IN, FIRST, MIRROR, THIRD, BlockPlan, Segment
 from stratbench.strategies import get_strategy_class, make_strategy
 from stratbench.strategies.needs import check_installed
-from stratbench.study.job_values import insert_values
+from stratbench.study.job_values import insert_job_values
 from stratbench.telemetry.compiling import missing_compiler_reason
 from stratbench.train import agent, assemble, gpu_locks
 from stratbench.train.forkserver import FOLDER_VARIABLE, run_fork_server
@@ -44,7 +44,7 @@ from stratbench.train.launch import (
     create_job,
     create_launcher_parser,
     run_launcher,
-    truncate_log,
+    truncate_launcher_log,
 )
 from stratbench.train.locks import lock_cell
 from stratbench.train.running.runner import create_runner
@@ -62,24 +62,26 @@ def main(argv: list[str] | None = None) -> int:
     begun = f"block {plan}: {', '.join(plan.order)}"
     run = BlockRun(args, plan, settings)
 
-    def train_under_locks(locks: ExitStack) -> None:
+    def run_block_under_locks(locks: ExitStack) -> None:
         locks.enter_context(lock_cell(args.logs))
         # Workers of an earlier, killed launcher may still run. Each holds its lock until it ends.
         for log in args.logs.glob("*/workers.lock"):
             with lock_cell(log.parent):
                 pass
-        truncate_log(args.logs, begun)
+        truncate_launcher_log(args.logs, begun)
         run.run()
 
-    return run_launcher(plan, begun, args.parent, train_under_locks, lambda: run.logs)
+    return run_launcher(plan, begun, args.parent, run_block_under_locks, lambda: run.logs)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line of a block's job."""
     parser = create_launcher_parser(__doc__)
-    parser.add_argument("--block", required=True, help="the block's plan, as JSON")
-    parser.add_argument("--out", required=True, type=Path, help="folder of block.json and segments")
-    return parser.parse_args(insert_values(sys.argv[1:] if argv is None else argv))
+    parser.add_argument("--block", required=True, help="plan of the block, as JSON")
+    parser.add_argument(
+        "--out", required=True, type=Path, help="folder to write block.json and records to"
+    )
+    return parser.parse_args(insert_job_values(sys.argv[1:] if argv is None else argv))
 
 
 class BlockRun:
@@ -136,15 +138,15 @@ class BlockRun:
             "settings": {
                 "steps": self._steps,
                 "discard": self._discard,
-                "disagreement": get_disagreement_limit(
-                    plan, compute_pass_differences(done).values()
+                "disagreement": get_segment_disagreement_limit(
+                    plan, compute_segment_differences(done).values()
                 ),
             },
             "segments": [segment.as_dict() for segment in done],
             "hosts": sorted(self._hosts),
             "device": "cuda" if self._use_cuda else "cpu",
             "gpu_names": sorted(self._gpu_names),
-            "software_gpu": self._use_cuda and software_gpu.is_installed(),
+            "software_gpu": self._use_cuda and software_gpu.is_software_gpu_installed(),
             "allocation": os.environ.get("SLURM_JOB_ID"),
             "started": started.isoformat(timespec="seconds"),
             "ended": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -153,7 +155,7 @@ class BlockRun:
                 name: blocks.remove_length_and_seed(self._settings[name]) for name in plan.order
             },
         }
-        write_atomic(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        write_text_atomically(out, json.dumps(result, indent=1, allow_nan=False) + "\n")
         print(f"block {plan}: {len(done)} segments in {wall_s:.0f} s", flush=True)
 
     @contextmanager
@@ -199,8 +201,8 @@ class BlockRun:
         name = f"{slot:02d}-{strategy}"
         self._slot += 1
         self.logs = args.logs / name
-        settings, discarded, timed = self._compute_settings_with_discarded_and_timed_steps(strategy)
-        RunFolder.from_log_dir(self.logs).create()
+        settings, discarded, timed = self._plan_segment(strategy)
+        RunFolder.from_log_dir(self.logs).create_empty_folder()
         runner = create_runner(settings)
         begun_s = time.monotonic()
         with create_job(cell, settings, self._use_cuda, args, self.logs, in_block=True) as job:
@@ -241,9 +243,7 @@ class BlockRun:
             wall_s,
         )
 
-    def _compute_settings_with_discarded_and_timed_steps(
-        self, strategy: str
-    ) -> tuple[Settings, int, int]:
+    def _plan_segment(self, strategy: str) -> tuple[Settings, int, int]:
         """Return a segment's settings, and its numbers of discarded and of timed steps."""
         timed = self._steps or block_rules.MIN_STEPS
         discarded = (
@@ -305,14 +305,16 @@ def run_segments_in_order(
         for strategy in order:
             if strategy not in dropped:
                 run_one_segment(pass_name, strategy)
-    differences = compute_pass_differences(done)
+    differences = compute_segment_differences(done)
     for strategy in plan.order:
-        if differences.get(strategy, 0.0) > get_disagreement_limit(plan, differences.values()):
+        if differences.get(strategy, 0.0) > get_segment_disagreement_limit(
+            plan, differences.values()
+        ):
             run_one_segment(THIRD, strategy)
     return done
 
 
-def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
+def compute_segment_differences(segments: Sequence[Segment]) -> dict[str, float]:
     """Return the absolute log time ratio of each strategy's two segments, by strategy.
 
     The result has only strategies whose two segments both ended well.
@@ -324,7 +326,7 @@ def compute_pass_differences(segments: Sequence[Segment]) -> dict[str, float]:
     return {name: abs(math.log(t[0] / t[1])) for name, t in times.items() if len(t) == 2}
 
 
-def get_disagreement_limit(plan: BlockPlan, log_differences: Iterable[float]) -> float:
+def get_segment_disagreement_limit(plan: BlockPlan, log_differences: Iterable[float]) -> float:
     """Return the log time ratio of two segments above which a strategy runs a third.
 
     Args:
@@ -333,7 +335,7 @@ def get_disagreement_limit(plan: BlockPlan, log_differences: Iterable[float]) ->
     """
     if plan.disagreement_limit is not None:
         return plan.disagreement_limit
-    return block_rules.compute_disagreement_limit(list(log_differences))
+    return block_rules.compute_segment_disagreement_limit(list(log_differences))
 
 
 def collect_timed_steps(job: Job, num_discarded: int, num_timed: int) -> dict[str, Any]:

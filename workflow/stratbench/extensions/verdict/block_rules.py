@@ -62,7 +62,7 @@ def count_discarded_steps(timed_steps: int) -> int:
     return max(MIN_DISCARDED, math.ceil(SHARE_DISCARDED * timed_steps))
 
 
-def compute_disagreement_limit(log_differences: Sequence[float]) -> float:
+def compute_segment_disagreement_limit(log_differences: Sequence[float]) -> float:
     """Return the log time ratio of two segments above which a strategy runs a third segment.
 
     Args:
@@ -72,7 +72,7 @@ def compute_disagreement_limit(log_differences: Sequence[float]) -> float:
     return max(MIN_DISAGREEMENT, DISAGREEMENT * typical)
 
 
-def compute_block_value(segment_logs: Sequence[float]) -> float:
+def compute_block_log_step_time(segment_logs: Sequence[float]) -> float:
     """Return a strategy's log step time in a block: the median over its segments.
 
     The median of two segments is their mean.

@@ -18,7 +18,7 @@ from stratbench.cell import software_gpu
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.files import read_json
 from stratbench.cell.settings import Settings
-from stratbench.extensions.verdict.block_rules import compute_block_value
+from stratbench.extensions.verdict.block_rules import compute_block_log_step_time
 
 #: Path of a block below `blocks/` and `logs/blocks/` of its study.
 BLOCK_PATTERN = "{experiment}/{model}/{gpus}gpu/block{block}"
@@ -230,7 +230,7 @@ class PairedBlock:
     def compute_log_step_time(self, strategy: str) -> float:
         """Return the logarithm of a strategy's step time in this block, or NaN after a failure."""
         logs = self.list_log_step_times(strategy)
-        return compute_block_value(logs) if logs else math.nan
+        return compute_block_log_step_time(logs) if logs else math.nan
 
     def find_failure_status(self, strategy: str) -> str | None:
         """Return the status of a strategy's first failed segment, or None if no segment failed."""
@@ -257,7 +257,7 @@ def read_block(path: str | Path) -> PairedBlock:
         raise BlockError(f"{path} is not a block.json of schema version {SCHEMA_VERSION}")
     if result.get("software_gpu"):
         raise BlockError(f"{path} was {software_gpu.WHY}")
-    if faults := list(_iter_faults(result)):
+    if faults := list(_iter_block_faults(result)):
         raise BlockError(f"{path} has invalid values: {'; '.join(faults[:3])}")
     return PairedBlock(
         comparison_key=ComparisonKey.from_cell(result),
@@ -272,7 +272,7 @@ def read_block(path: str | Path) -> PairedBlock:
     )
 
 
-def _iter_faults(result: Mapping[str, Any]) -> Iterator[str]:
+def _iter_block_faults(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each value that is missing or impossible in a block's result."""
     for key, kind in _FIELDS.items():
         if not isinstance(result.get(key), kind):
@@ -312,16 +312,16 @@ _FIELDS: dict[str, Any] = {
 # --- the digest of verdict.json -------------------------------------------------------------------
 
 
-def add_digest(verdict: Mapping[str, Any]) -> dict[str, Any]:
+def add_verdict_digest(verdict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of verdict.json with the additional key `digest`, a SHA-256 of all other values.
 
     The digest shows an accidental change, such as by an editor. It does not prevent forgery, because anyone
     can compute it again.
     """
-    return {**verdict, "digest": compute_digest(verdict)}
+    return {**verdict, "digest": compute_verdict_digest(verdict)}
 
 
-def compute_digest(verdict: Mapping[str, Any]) -> str:
+def compute_verdict_digest(verdict: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the content of verdict.json, without its digest."""
     content = {key: value for key, value in verdict.items() if key != "digest"}
     # JSON has only lists, so a tuple has the same digest as the list that is read from the file.
@@ -329,13 +329,13 @@ def compute_digest(verdict: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def find_tampering_reason(verdict: Mapping[str, Any], path: str | Path) -> str | None:
+def find_distrust_reason(verdict: Mapping[str, Any], path: str | Path) -> str | None:
     """Return the reason not to trust the verdict.json at `path`, or None.
 
     A verdict is not trusted if it was changed, or if its step times differ from those in its blocks. The
     blocks are checked if they are next to the file.
     """
-    if verdict.get("digest") != compute_digest(verdict):
+    if verdict.get("digest") != compute_verdict_digest(verdict):
         return "its content was changed after it was written"
     folder = Path(path).parents[1] / "blocks"
     for comparison in verdict["comparisons"] if folder.is_dir() else ():

@@ -16,18 +16,18 @@ from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, has
 
 
 @rule("full-run-against-steps", "warning", "time")
-def find_full_runs_unlike_blocks(evidence: AuditData) -> Iterator[Case]:
+def find_full_runs_with_other_step_time(evidence: AuditData) -> Iterator[Case]:
     """The time of a full run should be its number of steps times the step time in a verdict's blocks. It
     differs by more than 3 %. Possible causes: the device slows down over minutes, the input is too slow,
     other jobs use the node, or the segments are too short.
     """
     by_place: dict[ComparisonKey, list[PairedBlock]] = {}
-    for block in () if evidence.study_dir is None else read_blocks(evidence.study_dir):
+    for block in () if evidence.study_dir is None else read_complete_blocks(evidence.study_dir):
         by_place.setdefault(block.comparison_key, []).append(block)
     for record in evidence.records:
         if record["status"] != "ok" or not record["time"]["train_time_s"]:
             continue
-        logs = list_log_step_times(
+        logs = list_log_step_times_in_blocks(
             by_place.get(ComparisonKey.from_cell(record["cell"]), []), record
         )
         steps = count_trained_steps(record)
@@ -50,7 +50,9 @@ def count_trained_steps(record: Record) -> int:
     return steps or record["batch"]["steps_per_epoch"] * len(record["time"]["epoch_times_s"])
 
 
-def list_log_step_times(blocks_of_comparison: list[PairedBlock], record: Record) -> list[float]:
+def list_log_step_times_in_blocks(
+    blocks_of_comparison: list[PairedBlock], record: Record
+) -> list[float]:
     """Return the log step time of a record's strategy in each block with the record's settings."""
     if not blocks_of_comparison:
         return []
@@ -63,7 +65,7 @@ def list_log_step_times(blocks_of_comparison: list[PairedBlock], record: Record)
     return [log for log in logs if math.isfinite(log)]
 
 
-def read_blocks(study_dir: Path) -> list[PairedBlock]:
+def read_complete_blocks(study_dir: Path) -> list[PairedBlock]:
     """Read the complete blocks below the folder results/<study>.
 
     Unreadable blocks are left out, because the verdict reports them.

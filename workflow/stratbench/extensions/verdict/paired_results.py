@@ -15,7 +15,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence, Question
 from stratbench.analysis.records.groups import Group, Repeats
 from stratbench.cell.files import read_json
-from stratbench.extensions.verdict.blocks import VERDICT_VERSION, find_tampering_reason
+from stratbench.extensions.verdict.blocks import VERDICT_VERSION, find_distrust_reason
 from stratbench.strategies.base import Traits
 
 #: Words of the decision for each state in verdict.json that excludes a strategy.
@@ -29,15 +29,15 @@ class PairedResult:
     """The result of a verdict's blocks for one strategy on one number of workers."""
 
     #: Seconds of a whole training as each block predicts them, by name of the block.
-    times_s: pd.Series
+    train_time_s_by_block: pd.Series
     hosts: frozenset[str]
-    on_cpu: bool
+    is_on_cpu: bool
     uses_servers: bool
     traits: Traits
     #: Kind and reason of the exclusion; None if the strategy is not excluded.
-    exclusion: tuple[str, str] | None
+    exclusion_kind_and_reason: tuple[str, str] | None
     #: Faster leader and reason, if the strategy was dropped as slower; else None.
-    slower_than: tuple[str, str] | None
+    faster_leader_and_reason: tuple[str, str] | None
     #: Conclusion and confidence, if the strategy leads its comparison; else None.
     claim: tuple[str, str] | None
 
@@ -55,7 +55,7 @@ def read_verdict(path: str) -> dict[str, Any] | None:
         return None
     if not isinstance(verdict, dict) or verdict.get("schema_version") != VERDICT_VERSION:
         return None
-    if reason := find_tampering_reason(verdict, path):
+    if reason := find_distrust_reason(verdict, path):
         print(f"{path} is not used: {reason}; `snakemake verdict` writes it again", file=sys.stderr)
         return None
     return verdict
@@ -80,13 +80,15 @@ def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResu
             by_group[
                 Group(comparison["experiment"], strategy, comparison["model"], comparison["gpus"])
             ] = PairedResult(
-                times_s=pd.Series(times, dtype=float),
+                train_time_s_by_block=pd.Series(times, dtype=float),
                 hosts=frozenset(comparison["hosts"]),
-                on_cpu=comparison["device"] == "cpu",
+                is_on_cpu=comparison["device"] == "cpu",
                 uses_servers=bool(comparison.get("served", {}).get(strategy)),
-                traits=make_traits(comparison.get("traits", {}).get(strategy, {})),
-                exclusion=None if kind is None else (kind, f"in the comparison: {state['reason']}"),
-                slower_than=(state["against"], f"in the comparison: {state['reason']}")
+                traits=make_traits_from_verdict(comparison.get("traits", {}).get(strategy, {})),
+                exclusion_kind_and_reason=None
+                if kind is None
+                else (kind, f"in the comparison: {state['reason']}"),
+                faster_leader_and_reason=(state["against"], f"in the comparison: {state['reason']}")
                 if state["state"] in ("slower", "much slower") and state["against"] != strategy
                 else None,
                 claim=(comparison["text"], comparison["confidence"]) if leads else None,
@@ -94,7 +96,7 @@ def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResu
     return by_group
 
 
-def make_traits(traits_by_name: Mapping[str, Any]) -> Traits:
+def make_traits_from_verdict(traits_by_name: Mapping[str, Any]) -> Traits:
     """Make a strategy's traits from those in verdict.json.
 
     Traits that this version of stratbench does not have are left out.
@@ -114,16 +116,16 @@ class BlocksEvidence(Evidence):
         result = self.paired.get(group)
         if result is None:
             return
-        if result.exclusion is not None:
-            candidate.exclude(*result.exclusion)
-        if not len(result.times_s):
+        if result.exclusion_kind_and_reason is not None:
+            candidate.exclude(*result.exclusion_kind_and_reason)
+        if not len(result.train_time_s_by_block):
             return
-        candidate.times = result.times_s
-        candidate.time_s = float(np.exp(np.log(result.times_s).mean()))
-        candidate.basis, candidate.repetition_unit = PAIRED_BLOCKS, "block"
-        candidate.hosts, candidate.is_on_cpu = result.hosts, result.on_cpu
+        candidate.times = result.train_time_s_by_block
+        candidate.time_s = float(np.exp(np.log(result.train_time_s_by_block).mean()))
+        candidate.basis, candidate.repetition_noun = PAIRED_BLOCKS, "block"
+        candidate.hosts, candidate.has_cpu_workers = result.hosts, result.is_on_cpu
         candidate.traits, candidate.has_servers = result.traits, result.uses_servers
-        candidate.verdict_claim = result.claim
+        candidate.verdict_claim_and_confidence = result.claim
         # The number of blocks was not fixed beforehand: it depends on the times in earlier blocks.
         candidate.has_planned_repeats = False
 
@@ -134,18 +136,18 @@ class BlocksEvidence(Evidence):
         for c in candidates:
             paired = self.paired.get(Group(experiment, c.strategy, model, c.gpus))
             if (
-                c.is_projected
+                c.has_projected_time
                 or paired is None
-                or paired.slower_than is None
-                or not len(paired.times_s)
+                or paired.faster_leader_and_reason is None
+                or not len(paired.train_time_s_by_block)
             ):
                 continue
-            leader, reason = paired.slower_than
+            leader, reason = paired.faster_leader_and_reason
             if (leader, c.gpus) in left:
                 c.exclude("slower", reason)
 
 
-def read_blocks(path: str, constraints: Constraints) -> Evidence:
+def read_blocks_as_evidence(path: str, constraints: Constraints) -> Evidence:
     """Read the times of a verdict's blocks from verdict.json, as evidence for a decision.
 
     The evidence is empty if the file is missing or not trusted.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stratbench.analysis.records.reading import Reading, ReportInput, Section, render_section
-from stratbench.extensions.verdict.paired_results import read_blocks, read_verdict
+from stratbench.extensions.verdict.paired_results import read_blocks_as_evidence, read_verdict
 
 TEMPLATE = Path(__file__).parent / "templates" / "verdict.html.j2"
 
@@ -16,10 +16,12 @@ def make_verdict_sections(inputs: ReportInput) -> Iterator[Section]:
     verdict = read_verdict(inputs.evidence.get("verdict", ""))
     if verdict is not None:
         # The section imports matplotlib, which takes 0.5 s.
-        from stratbench.extensions.verdict.section import make_verdict_section
+        from stratbench.extensions.verdict.section import collect_verdict_section_values
 
-        html = render_section(TEMPLATE, verdict=make_verdict_section(verdict, inputs.cells))
+        html = render_section(
+            TEMPLATE, verdict=collect_verdict_section_values(verdict, inputs.cells)
+        )
         yield Section("verdict", html, "Verdict", is_beside_answers=True)
 
 
-READING = Reading(list_sections=make_verdict_sections, read_evidence=read_blocks)
+READING = Reading(list_sections=make_verdict_sections, read_evidence=read_blocks_as_evidence)

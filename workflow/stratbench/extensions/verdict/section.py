@@ -10,12 +10,14 @@ import pandas as pd
 
 from stratbench.analysis.figures.figure_data import assign_marks
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.rows import FigureRow, Point, RowChart, draw_rows
+from stratbench.analysis.figures.rows import FigureRow, Point, RowChart, draw_row_chart
 from stratbench.analysis.figures.sheet import RC, render_svg
 from stratbench.analysis.report.shown import build_data_uri
 
 
-def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dict[str, Any]:
+def collect_verdict_section_values(
+    verdict: Mapping[str, Any], cells: pd.DataFrame
+) -> dict[str, Any]:
     """Return the values that the template of the report's section on the verdict needs."""
     marks = assign_marks(
         cells,
@@ -28,7 +30,7 @@ def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dic
     matrix, noise = verdict["matrix_gpu_hours"], verdict["noise"]["text"]
     return {
         "comparisons": [
-            make_comparison_row(comparison)
+            make_conclusion_row(comparison)
             for comparison in verdict["comparisons"]
             if len(comparison["strategies"]) > 1
         ],
@@ -39,14 +41,14 @@ def make_verdict_section(verdict: Mapping[str, Any], cells: pd.DataFrame) -> dic
         "share": None if not matrix else f"{100 * verdict['spent_gpu_hours'] / matrix:.1f} %",
         "state": verdict["reason"] if verdict["done"] else "open: another round is due",
         "rounds": verdict["rounds"],
-        "figures": list(draw_interval_figures(verdict, marks)),
+        "figures": list(draw_time_ratio_figures(verdict, marks)),
         "noise": list(iter_noise_rows(verdict["noise"])),
         "implies": f"{noise[0].upper()}{noise[1:]}.",
         "notes": verdict["notes"],
     }
 
 
-def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
+def make_conclusion_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Return a comparison's row in the table of conclusions.
 
     Its key `rivals` has a row for each strategy other than the leader.
@@ -62,7 +64,7 @@ def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
         "reason": comparison["confidence_reason"],
         "blocks": comparison["blocks"],
         "spent": f"{spent:.3g}" if matrix is None else f"{spent:.3g} of {matrix:.3g}",
-        "interval": format_nearest_interval(comparison),
+        "interval": format_ratio_of_nearest_rival(comparison),
         "at_most": f"{100 * at_most:.1f} %"
         if at_most is not None and comparison["claimed"]
         else "",
@@ -72,7 +74,7 @@ def make_comparison_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def format_nearest_interval(comparison: Mapping[str, Any]) -> str:
+def format_ratio_of_nearest_rival(comparison: Mapping[str, Any]) -> str:
     """Return the name, time ratio and bound of the rival with the lowest bound, as text."""
     known = [
         r
@@ -137,7 +139,7 @@ def iter_noise_rows(noise: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         yield {"name": name, "sd": shown, "meaning": meaning}
 
 
-def draw_interval_figures(
+def draw_time_ratio_figures(
     verdict: Mapping[str, Any], marks: Mapping[str, Mark]
 ) -> Iterator[dict[str, Any]]:
     """Draw a figure per comparison, with the time ratio of each strategy to the leader."""
@@ -146,8 +148,10 @@ def draw_interval_figures(
         if len(known) < 2 or comparison["leader"] is None:
             continue
         with plt.rc_context(RC):
-            rows = [make_ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
-            svg = render_svg(draw_rows(RowChart.from_ratios(rows, marks, verdict["margin"])))
+            rows = [make_time_ratio_row(r) for r in sorted(known, key=lambda r: r["ratio"])]
+            svg = render_svg(
+                draw_row_chart(RowChart.from_ratio_rows(rows, marks, verdict["margin"]))
+            )
         title = f"{comparison['model']}, {comparison['workers']}"
         yield {
             "title": title,
@@ -159,7 +163,7 @@ def draw_interval_figures(
         }
 
 
-def make_ratio_row(strategy_entry: Mapping[str, Any]) -> FigureRow:
+def make_time_ratio_row(strategy_entry: Mapping[str, Any]) -> FigureRow:
     """Return a strategy's row in the figure of its comparison."""
     leads = strategy_entry["state"] == "leader"
     low = strategy_entry["at_least"]
@@ -167,7 +171,9 @@ def make_ratio_row(strategy_entry: Mapping[str, Any]) -> FigureRow:
         strategy_entry["ratio"],
         low,
         strategy_entry["ratio"] if low is not None else None,
-        is_chosen=leads,
+        is_chosen_candidate=leads,
     )
     text = "leads" if leads else f"{strategy_entry['ratio']:.2f}×"
-    return FigureRow(strategy_entry["strategy"], [point], value_text=text, is_chosen=leads)
+    return FigureRow(
+        strategy_entry["strategy"], [point], best_value_text=text, is_chosen_strategy=leads
+    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stratbench.cell.text.words import format_hours
 from stratbench.extensions.plan.quantities import group_cells_by
-from stratbench.extensions.plan.schedule import Plan, Planned
+from stratbench.extensions.plan.schedule import Plan, PlannedCell
 from stratbench.extensions.verdict.block_rules import (
     MATRIX_REPEATS,
     SEGMENT_START_S,
@@ -29,23 +29,23 @@ class VerdictCost:
     segment that the start of its processes takes.
     """
 
-    blocks_s: float
-    full_runs_s: float
-    matrix_s: float
-    start_share: float
+    blocks_worker_s: float
+    full_runs_worker_s: float
+    full_matrix_worker_s: float
+    start_share_of_segment: float
 
     @property
-    def verdict_s(self) -> float:
+    def verdict_worker_s(self) -> float:
         """Cost of the verdict in worker-seconds: its blocks and its full runs."""
-        return self.blocks_s + self.full_runs_s
+        return self.blocks_worker_s + self.full_runs_worker_s
 
     @property
-    def share_of_matrix(self) -> float:
+    def share_of_full_matrix_cost(self) -> float:
         """Cost of the verdict as a share of the full matrix."""
-        return self.verdict_s / self.matrix_s
+        return self.verdict_worker_s / self.full_matrix_worker_s
 
 
-def estimate_verdict_cost(comparison: list[Planned], use_longest_times: bool) -> VerdictCost:
+def estimate_comparison_cost(comparison: list[PlannedCell], use_longest_times: bool) -> VerdictCost:
     """Return the cost of a verdict on one comparison.
 
     Args:
@@ -67,7 +67,7 @@ def estimate_verdict_cost(comparison: list[Planned], use_longest_times: bool) ->
     return VerdictCost(times_s, trained_s, MATRIX_REPEATS * sum(cells), sum(starts) / sum(segments))
 
 
-def estimate_verdict_costs(
+def estimate_min_and_max_costs(
     plan: Plan,
 ) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
     """Return the lowest and the highest cost of each comparison, by experiment, model and worker count."""
@@ -80,24 +80,25 @@ def estimate_verdict_costs(
     comparisons = group_cells_by(known, "experiment", "model", "gpus")
     return {
         key: (
-            estimate_verdict_cost(comparison, use_longest_times=False),
-            estimate_verdict_cost(comparison, use_longest_times=True),
+            estimate_comparison_cost(comparison, use_longest_times=False),
+            estimate_comparison_cost(comparison, use_longest_times=True),
         )
         for key, comparison in comparisons.items()
         if len(comparison) > 1
     }
 
 
-def iter_cost_sentences(plan: Plan) -> Iterator[str]:
+def iter_verdict_cost_sentences(plan: Plan) -> Iterator[str]:
     """Yield sentences on the cost of a verdict relative to the full matrix."""
-    by_comparison = estimate_verdict_costs(plan)
+    by_comparison = estimate_min_and_max_costs(plan)
     if not by_comparison:
         yield "Unknown: no model and number of workers has two strategies with predicted times."
         return
     ends = [[pair[slow] for pair in by_comparison.values()] for slow in (0, 1)]
-    hours = [sum(c.verdict_s for c in costs) / 3600 for costs in ends]
+    hours = [sum(c.verdict_worker_s for c in costs) / 3600 for costs in ends]
     shares = sorted(
-        sum(c.verdict_s for c in costs) / sum(c.matrix_s for c in costs) for costs in ends
+        sum(c.verdict_worker_s for c in costs) / sum(c.full_matrix_worker_s for c in costs)
+        for costs in ends
     )
     yield (
         f"About {format_hours(hours[0])} to {format_hours(hours[1])} worker-hours, {shares[0]:.0%} to "
@@ -105,18 +106,20 @@ def iter_cost_sentences(plan: Plan) -> Iterator[str]:
         "to twice as much on nodes that others use, too)."
     )
     dear = {
-        key: min(pair, key=lambda c: c.share_of_matrix)
+        key: min(pair, key=lambda c: c.share_of_full_matrix_cost)
         for key, pair in by_comparison.items()
-        if min(c.share_of_matrix for c in pair) > MAX_WORTHWHILE_COST_SHARE
+        if min(c.share_of_full_matrix_cost for c in pair) > MAX_WORTHWHILE_COST_SHARE
     }
-    short = {key: cost for key, cost in dear.items() if cost.blocks_s > cost.full_runs_s}
+    short = {
+        key: cost for key, cost in dear.items() if cost.blocks_worker_s > cost.full_runs_worker_s
+    }
     if short:
-        experiment, model, gpus = max(short, key=lambda key: short[key].share_of_matrix)
+        experiment, model, gpus = max(short, key=lambda key: short[key].share_of_full_matrix_cost)
         worst = short[experiment, model, gpus]
         yield (
             f"For {len(short)} of {len(by_comparison)} models and worker counts, a verdict costs more than a "
             f"tenth of the full matrix, because their cells are too short. {experiment}, {model} on {gpus} "
-            f"would cost at least {worst.share_of_matrix:.0%}, since {worst.start_share:.0%} of a segment is "
+            f"would cost at least {worst.share_of_full_matrix_cost:.0%}, since {worst.start_share_of_segment:.0%} of a segment is "
             "the start of its processes. Train these cells in full instead, or for longer."
         )
     if len(dear) > len(short):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.files import read_json, write_text_atomically
 from stratbench.extensions.verdict.block_rules import MAX_STEPS, count_discarded_steps
 from stratbench.extensions.verdict.blocks import (
     BLOCK_FILE,
@@ -74,7 +74,7 @@ class Round:
             ConfigError: A job cannot read the file, or the command fails.
         """
         if not self._is_job:
-            return self._compute_next_round()
+            return self._run_next_round_command()
         try:
             return read_json(self.file)
         except (OSError, ValueError) as e:
@@ -89,7 +89,7 @@ class Round:
 
     def write_round_file(self) -> None:
         """Write round.json, which the jobs of the round read."""
-        write_atomic(self.file, json.dumps(self.content, indent=1) + "\n")
+        write_text_atomically(self.file, json.dumps(self.content, indent=1) + "\n")
 
     @cached_property
     def blocks(self) -> dict[str, BlockPlan]:
@@ -121,7 +121,8 @@ class Round:
         path = BLOCK_PATTERN.format(**wildcards)
         if path not in self.blocks:
             raise ConfigError(
-                f"{path} is no block of this round; run `snakemake verdict` to run the blocks of this round"
+                f"the block {path} is not in the verdict's present round; run `snakemake verdict` to run the "
+                "blocks of this round"
             )
         return self.blocks[path]
 
@@ -143,7 +144,7 @@ class Round:
         """Return the time limit of each segment in seconds, or None for no limit."""
         cell = plan.make_segment_cell(plan.order[0])
         samples = self._study.get_dataset(plan.dataset).train_samples
-        total = self._jobs.resolve_settings(cell).total_steps(samples) if samples else None
+        total = self._jobs.resolve_settings(cell).count_steps(samples) if samples else None
         longest = max(
             self._count_segment_steps(plan.make_segment_cell(name), plan.steps)
             for name in plan.order
@@ -175,7 +176,7 @@ class Round:
         Raises:
             ConfigError: The next round would be the same, because the files of this round are not used.
         """
-        following = self._compute_next_round()
+        following = self._run_next_round_command()
         if following["done"]:
             return False
         if all(following[key] == self.content[key] for key in ("comparisons", "full_runs")):
@@ -185,7 +186,7 @@ class Round:
             )
         return True
 
-    def _compute_next_round(self) -> dict[str, Any]:
+    def _run_next_round_command(self) -> dict[str, Any]:
         """Return the next round, from the output of the command that prints it.
 
         Raises:

@@ -86,7 +86,7 @@ class FSDP(Sharded):
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        workers = compute_group_size(options.get("shard_group_size", "all"), gpus, per_node)
+        workers = compute_shard_group_size(options.get("shard_group_size", "all"), gpus, per_node)
         whose = " (those of a node)" if options.get("shard_group_size") == "node" else ""
         check_equal_groups(f"shard_group_size = {workers}{whose}", workers, gpus)
 
@@ -107,7 +107,9 @@ class FSDP(Sharded):
         chosen = self.options.shard_group_size
         # With `node` the number of shards is unknown here: settings do not contain the number of workers per
         # node.
-        parts = None if chosen == "node" and gpus > 1 else compute_group_size(chosen, gpus, gpus)
+        parts = (
+            None if chosen == "node" and gpus > 1 else compute_shard_group_size(chosen, gpus, gpus)
+        )
         # `ring_copies` is a minimum. Parameters that are gathered again for backward make 3 copies, but the
         # root, which gathers only once, may have all parameters.
         return base.Traits(
@@ -141,7 +143,7 @@ class FSDP(Sharded):
             yield refusals.sparse_gradient_reason(
                 trial.sparse_gradient_parameters, "FSDP cannot divide"
             )
-        for label, dtypes in self._iter_group_dtypes(model, worker):
+        for label, dtypes in self._iter_dtypes_by_shard_group(model, worker):
             if len(dtypes) > 1:
                 yield (
                     f"{label} has parameters of several dtypes ({', '.join(dtypes)}), which FSDP "
@@ -165,12 +167,17 @@ class FSDP(Sharded):
                 "(h += r), so that FSDP does not gather its group for backward; return .clone() of it, add "
                 f"out of place, or set reshard_after_forward to never {format_help_address('gives a view')}"
             )
-        if trial.sometimes_without_gradient and worker.settings.gradient_accumulation_steps > 1:
-            yield from self._accumulation_refusals(trial.sometimes_without_gradient, worker)
+        if (
+            trial.names_sometimes_without_gradient
+            and worker.settings.gradient_accumulation_steps > 1
+        ):
+            yield from self._iter_accumulation_refusals(
+                trial.names_sometimes_without_gradient, worker
+            )
         if worker.world_size > 1 and trial.randomly_called_modules:
-            yield refusals.skipped_at_random_reason(trial.randomly_called_modules)
+            yield refusals.module_skipped_at_random_reason(trial.randomly_called_modules)
         elif worker.world_size > 1 and trial.data_dependent_modules:
-            yield refusals.skipped_by_data_reason(trial.data_dependent_modules)
+            yield refusals.module_skipped_by_data_reason(trial.data_dependent_modules)
         elif worker.world_size > 1 and trial.forward_reads_values and trial.uncalled_groups:
             yield (
                 f"forward reads values of tensors and did not call {format_names(trial.uncalled_groups)}: it "
@@ -178,12 +185,12 @@ class FSDP(Sharded):
                 "different groups; call all modules, and choose with torch.where or a factor of 0 or 1"
             )
 
-    def _accumulation_refusals(self, names: list[str], worker: base.Worker) -> Iterator[str]:
+    def _iter_accumulation_refusals(self, names: list[str], worker: base.Worker) -> Iterator[str]:
         """Yield reasons against gradient accumulation if parameters get no gradient in some batch parts."""
         s, size = worker.settings, worker.world_size
         may_lack = f"{format_names(names)} may get no gradient in some parts of a batch"
         if self.options.gradient_sync == "last-part":
-            if self._make_policy(s.precision) is not None:
+            if self._make_mixed_precision_policy(s.precision) is not None:
                 yield (
                     f"{may_lack}, and with mixed_precision: policy, gradient_sync: last-part and "
                     f"gradient_accumulation_steps = {s.gradient_accumulation_steps} FSDP cannot add up "
@@ -192,7 +199,8 @@ class FSDP(Sharded):
                     "to 1"
                 )
         elif (
-            compute_group_size(self.options.shard_group_size, size, worker.local_world_size) < size
+            compute_shard_group_size(self.options.shard_group_size, size, worker.local_world_size)
+            < size
         ):
             yield (
                 f"{may_lack}, and with shard_group_size, gradient_sync: each-part and "
@@ -201,7 +209,7 @@ class FSDP(Sharded):
                 "last-part, shard_group_size to all, or gradient_accumulation_steps to 1"
             )
 
-    def _iter_group_dtypes(
+    def _iter_dtypes_by_shard_group(
         self, model: nn.Module, worker: base.Worker
     ) -> Iterator[tuple[str, list[str]]]:
         """Yield each shard group's name and parameter dtypes; last, those of parameters in no group."""
@@ -219,7 +227,7 @@ class FSDP(Sharded):
 
         from stratbench.workload.torch_internals import BatchNorm
 
-        self.group_size = compute_group_size(
+        self.group_size = compute_shard_group_size(
             self.options.shard_group_size, worker.world_size, worker.local_world_size
         )
         groups = worker.world_size // self.group_size
@@ -237,7 +245,7 @@ class FSDP(Sharded):
         if self.options.offload == "cpu":
             on_cuda = worker.device.type == "cuda"
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=on_cuda)
-        self.policy = policy = self._make_policy(worker.settings.precision)
+        self.policy = policy = self._make_mixed_precision_policy(worker.settings.precision)
         apart: list[nn.Module] = []
         if policy is not None:
             # BatchNorm gets a shard group without the policy: its statistics are float32, so its weights must
@@ -261,7 +269,7 @@ class FSDP(Sharded):
         fully_shard(model, **arguments)
         return model
 
-    def _regathered_parameter_ids(self) -> set[int]:
+    def _list_regathered_parameter_ids(self) -> set[int]:
         """Return the `id` of each parameter that FSDP2 gathers a second time, for backward.
 
         When backward reaches a group, FSDP2 gathers this group and the preceding one. The trial step has
@@ -281,7 +289,7 @@ class FSDP(Sharded):
             self.module.set_requires_all_reduce(last)
         return nullcontext()
 
-    def _make_policy(self, precision: str) -> MixedPrecisionPolicy | None:
+    def _make_mixed_precision_policy(self, precision: str) -> MixedPrecisionPolicy | None:
         """Return FSDP2's own mixed-precision policy, or None if the options choose autocast."""
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -302,7 +310,7 @@ class FSDP(Sharded):
         in_16_bits = self.policy is not None
         norms = [m for m in self.model.modules() if in_16_bits and isinstance(m, BatchNorm)]
         full = {id(p) for m in norms for p in m.parameters()}
-        again = self._regathered_parameter_ids()
+        again = self._list_regathered_parameter_ids()
         w, s = self.worker.world_size, self.group_size
         frees = self.options.reshard_after_forward == "always"
         parts = self.worker.settings.gradient_accumulation_steps
@@ -339,7 +347,7 @@ class FSDP(Sharded):
         return report
 
 
-def compute_group_size(
+def compute_shard_group_size(
     shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int
 ) -> int:
     """Return among how many workers one copy of the model is sharded; at most among all.

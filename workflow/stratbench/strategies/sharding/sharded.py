@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.strategies import base, collective
-from stratbench.workload.users_code import Refused, different_calls_reason
+from stratbench.workload.users_code import Refused, different_group_calls_reason
 
 if TYPE_CHECKING:
     import torch
@@ -40,9 +40,9 @@ class GroupCalls:
             for module in modules:
                 # The hook comes first (`prepend`), so that a call is stored before the gathering, which may
                 # hang.
-                module.register_forward_pre_hook(partial(self._note_call, i), prepend=True)
+                module.register_forward_pre_hook(partial(self._record_group_call, i), prepend=True)
 
-    def _note_call(self, group: int, _module: nn.Module, _inputs: Any) -> None:
+    def _record_group_call(self, group: int, _module: nn.Module, _inputs: Any) -> None:
         self._now = (self._now * 1_000_003 + group) % (2**61 - 1)
         if self._heartbeat is not None:
             self._heartbeat.record_group_call(group)
@@ -51,9 +51,9 @@ class GroupCalls:
         self.steps.append(self._now)
         self._now = 0
         if self._heartbeat is not None:
-            self._heartbeat.forget_calls()
+            self._heartbeat.forget_group_calls()
 
-    def find_first_difference(self, device: torch.device) -> int | None:
+    def find_first_step_with_different_calls(self, device: torch.device) -> int | None:
         """Return the first step in which two workers called different shard groups.
 
         The result is None without such a step. Steps count from 1, beginning after the last use of this
@@ -111,12 +111,12 @@ class Sharded(collective.Collective):
         if self.calls is None:
             return
         steps = len(self.calls.steps)
-        step = self.calls.find_first_difference(self.worker.device)
+        step = self.calls.find_first_step_with_different_calls(self.worker.device)
         if step is None:
             return
         where = f"step {step}" if step <= steps else "the evaluation"
         s = self.worker.settings
-        raise Refused(different_calls_reason(s.model, s.strategy, where))
+        raise Refused(different_group_calls_reason(s.model, s.strategy, where))
 
     def updated_tensors(self) -> list[Tensor]:
         import torch
@@ -142,7 +142,9 @@ class Sharded(collective.Collective):
         norm = super().gradient_norm()
         # Shards in host memory have their norm on the host, where NCCL cannot reduce it.
         on_device = norm.to(self.worker.device)
-        return collective.reduce_norm(on_device, self.group_size, self.shard_group).to(norm.device)
+        return collective.compute_norm_over_shards(on_device, self.group_size, self.shard_group).to(
+            norm.device
+        )
 
     @contextmanager
     def open_evaluation_model(self) -> Iterator[nn.Module]:

@@ -32,12 +32,12 @@ class Bucket:
 
         from stratbench.workload.flat import (
             ALIGN_BYTES,
-            compute_flat_offsets,
-            copy_into_flat,
-            get_flat_view,
+            compute_flat_offsets_and_length,
+            copy_into_flat_tensor,
+            view_part_of_flat_tensor,
         )
 
-        starts, numel = compute_flat_offsets(parameters)
+        starts, numel = compute_flat_offsets_and_length(parameters)
         unit = workers * max(1, ALIGN_BYTES // parameters[0].element_size())
         numel = -(-numel // unit) * unit
         self.weights = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -46,11 +46,11 @@ class Bucket:
         self.own_weights = self.weights.narrow(0, rank * share, share)
         self.own_grads = self.grads.narrow(0, rank * share, share)
         self.views = {
-            p: get_flat_view(p, self.grads, start)
+            p: view_part_of_flat_tensor(p, self.grads, start)
             for p, start in zip(parameters, starts, strict=True)
         }
         for p, start in zip(parameters, starts, strict=True):
-            p.data = copy_into_flat(p.data, self.weights, start)
+            p.data = copy_into_flat_tensor(p.data, self.weights, start)
         #: Parameters whose gradient in this step is not yet complete in `grads`.
         self.missing = set(parameters)
         #: Whether the bucket's gradients of this step are being reduced or are reduced already.
@@ -108,12 +108,12 @@ class ZeRO1(collective.Collective):
             yield refusals.diverging_replicas_reason(trial.data_dependent_parameters)
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:
-        from stratbench.workload.torch_internals import assign_buckets
+        from stratbench.workload.torch_internals import assign_parameters_to_buckets
 
         # Buckets are filled in the order in which backward computes gradients: about the reverse of
         # forward's.
         parameters = [p for p in model.parameters() if p.requires_grad][::-1]
-        groups = assign_buckets(parameters, self.options.bucket_cap_mb << 20)
+        groups = assign_parameters_to_buckets(parameters, self.options.bucket_cap_mb << 20)
         self.buckets = [
             Bucket([parameters[i] for i in group], worker.rank, worker.world_size)
             for group in groups
@@ -135,9 +135,9 @@ class ZeRO1(collective.Collective):
 
     def reset(self) -> None:
         super().reset()
-        self._reset_gradients()
+        self._reset_gradient_buckets()
 
-    def _reset_gradients(self) -> None:
+    def _reset_gradient_buckets(self) -> None:
         self._filled: set[nn.Parameter] = set()
         self._reductions: list[torch.distributed.Work] = []
         self._reduced, self._is_last = 0, not self.accumulates_repeatedly
@@ -153,7 +153,7 @@ class ZeRO1(collective.Collective):
         if bucket.sent:
             name = next(n for n, p in self.model.named_parameters() if p is parameter)
             s = self.worker.settings
-            reason = refusals.describe_repeated_gradients([name])
+            reason = refusals.repeated_gradient_sum_reason([name])
             raise ModelError(f"model {s.model!r}: {s.strategy} cannot train it: {reason}")
         view = bucket.views[parameter]
         if parameter in self._filled:
@@ -165,17 +165,17 @@ class ZeRO1(collective.Collective):
         if self._is_last:
             bucket.missing.discard(parameter)
             # A full bucket waits for those before it, since workers must call collectives in the same order.
-            while self._reduced < len(self.buckets) and not self._next.missing:
+            while self._reduced < len(self.buckets) and not self._next_bucket.missing:
                 self._reduce_next_bucket()
 
     @property
-    def _next(self) -> Bucket:
+    def _next_bucket(self) -> Bucket:
         return self.buckets[self._reduced]
 
     def _reduce_next_bucket(self) -> None:
         import torch.distributed as dist
 
-        bucket, workers = self._next, self.worker.world_size
+        bucket, workers = self._next_bucket, self.worker.world_size
         self._reduced += 1
         bucket.sent = True
         if workers > 1:
@@ -187,17 +187,17 @@ class ZeRO1(collective.Collective):
     def assign_gradients_to_updated_tensors(self) -> None:
         while self._reduced < len(self.buckets):
             # Parameters without a gradient in this step get zeros.
-            for parameter in self._next.missing - self._filled:
-                self._next.views[parameter].zero_()
+            for parameter in self._next_bucket.missing - self._filled:
+                self._next_bucket.views[parameter].zero_()
             self._reduce_next_bucket()
         for reduction in self._reductions:
             reduction.wait()
-        self._reset_gradients()
+        self._reset_gradient_buckets()
         for bucket in self.buckets:
             bucket.own_weights.grad = bucket.own_grads
 
     def gradient_norm(self) -> Tensor:
-        return collective.reduce_norm(super().gradient_norm(), self.worker.world_size)
+        return collective.compute_norm_over_shards(super().gradient_norm(), self.worker.world_size)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         self._broadcast_buffers()

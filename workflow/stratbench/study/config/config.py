@@ -25,7 +25,7 @@ from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.schema import collect_extension_values
 from stratbench.study.config.validation import validate_config
-from stratbench.study.config.yaml_traps import check_duplicate_keys
+from stratbench.study.config.yaml_traps import check_duplicate_yaml_keys
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.own_data import is_own_data_set
@@ -58,7 +58,7 @@ class Study:
         self._data = DataSets(config)
         self.experiments = {}
         for key, values in self._study["experiments"].items():
-            matrix = self._build_expand_arguments(key, values)
+            matrix = self._build_expand_cells_arguments(key, values)
             self.experiments[key] = Experiment(key, values, matrix, tuple(expand_cells(**matrix)))
 
     @property
@@ -77,7 +77,7 @@ class Study:
         variant.pop("settings", None)
         return variant.pop("strategy"), variant
 
-    def get_experiment_values(self, cell: Cell) -> Mapping[str, Any]:
+    def get_experiment_config(self, cell: Cell) -> Mapping[str, Any]:
         """Return the config of a cell's experiment, with the settings of the cell's variant applied."""
         variant = self._study["variants"].get(cell.strategy, {})
         return {**self.experiments[cell.experiment].values, **variant.get("settings", {})}
@@ -88,14 +88,14 @@ class Study:
 
     def settings(self, cell: Cell) -> Settings:
         """Return the resolved settings of a cell of this study."""
-        values = self.get_experiment_values(cell)
+        values = self.get_experiment_config(cell)
         base, set_options = self.resolve_base_strategy(cell.strategy)
         weak = values.get("per_worker_batch")
         batch = weak * cell.gpus if weak else values["global_batch"]
         options = resolve_options(base, set_options, cell.gpus) | self.hash_strategy_files(
             cell.strategy
         )
-        data = self._data.describe_by_identity(cell.dataset)
+        data = self._data.describe_data_set_by_identity(cell.dataset)
         return Settings(
             strategy=base,
             options=options,
@@ -105,8 +105,8 @@ class Study:
             seed=compute_cell_seed(self.seed, cell.model, cell.repeat),
             own_model=self._get_own_model_for_data(cell.model, data),
             task=data.task,
-            data_spec=self._data.compute_identity(cell.dataset),
-            own_task=self.get_own_task(values["task"]),
+            data_spec=self._data.compute_data_set_identity(cell.dataset),
+            own_task=self.get_own_task_specification(values["task"]),
             global_batch=batch,
             per_worker_batch=batch // get_mesh(base, options, cell.gpus).replicas,
             more=collect_extension_values("experiment", values, values),
@@ -131,12 +131,12 @@ class Study:
             return str(error).removeprefix("config: cell.")
         return None
 
-    def get_own_model(self, name: str) -> dict[str, Any] | None:
+    def get_own_model_specification(self, name: str) -> dict[str, Any] | None:
         """Return the specification of a user's model, or None for a built-in model.
 
         It has the model's call, its sharding and the fingerprint of its code.
         """
-        return self._add_fingerprint(
+        return self._add_code_fingerprint(
             name, models.get_model_specification(name, self._own.get("models", {}))
         )
 
@@ -145,17 +145,17 @@ class Study:
 
         The vocabulary is added only where it differs from the number of classes.
         """
-        spec, vocabulary = self.get_own_model(name), data.vocabulary
+        spec, vocabulary = self.get_own_model_specification(name), data.vocabulary
         return spec | {"vocabulary": vocabulary} if spec and vocabulary else spec
 
-    def get_own_task(self, name: str | None) -> dict[str, Any] | None:
+    def get_own_task_specification(self, name: str | None) -> dict[str, Any] | None:
         """Return the specification of a user's task, or None for a built-in task.
 
         It has the task's call and the fingerprint of its code.
         """
         if name is None or name in tasks.TASKS:
             return None
-        return self._add_fingerprint(f"task {name}", {"call": name})
+        return self._add_code_fingerprint(f"task {name}", {"call": name})
 
     def hash_strategy_files(self, strategy: str) -> dict[str, Any]:
         """Return `{"sha256": ...}` of the user's files that a strategy's options name.
@@ -169,7 +169,7 @@ class Study:
             self._own_code[key] = {"sha256": users_code.hash_named_files(files)} if files else None
         return self._own_code[key] or {}
 
-    def _add_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _add_code_fingerprint(self, key: str, spec: dict[str, Any] | None) -> dict[str, Any] | None:
         if key not in self._own_code:
             self._own_code[key] = spec and spec | users_code.compute_code_fingerprint(
                 spec["call"],
@@ -184,19 +184,19 @@ class Study:
         A config that has the result as `own_code` saves `Study` from reading the code again.
         """
         for cell in self.cells:
-            self.get_own_model(cell.model)
+            self.get_own_model_specification(cell.model)
             self.hash_strategy_files(cell.strategy)
         for experiment in self.experiments.values():
-            self.get_own_task(experiment.values["task"])
+            self.get_own_task_specification(experiment.values["task"])
         return {name: spec for name, spec in self._own_code.items() if spec}
 
     def list_import_errors(self, cells: Iterable[Cell]) -> list[str]:
         """Return a sentence for each user's model or task whose files cannot be imported."""
         faults = {}
         for cell in cells:
-            task = self.get_own_task(self.experiments[cell.experiment].values["task"])
+            task = self.get_own_task_specification(self.experiments[cell.experiment].values["task"])
             for what, spec in (
-                (f"model {cell.model!r}", self.get_own_model(cell.model)),
+                (f"model {cell.model!r}", self.get_own_model_specification(cell.model)),
                 ("task", task),
             ):
                 named = f"{what} ({spec['call']})" if spec else ""
@@ -222,7 +222,7 @@ class Study:
         As `data_specs` in a config, the result replaces its `datasets`, and saves `Study` from hashing a
         user's files again.
         """
-        specs = {name: self._data.compute_identity(name) for name in self.datasets}
+        specs = {name: self._data.compute_data_set_identity(name) for name in self.datasets}
         return {name: identity for name, identity in specs.items() if identity}
 
     def list_own_data_sets(self) -> list[str]:
@@ -268,7 +268,9 @@ class Study:
         targets = {e: x.values["target_score"] for e, x in self.experiments.items()}
         return {e: target for e, target in targets.items() if target is not None}
 
-    def _build_expand_arguments(self, experiment: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _build_expand_cells_arguments(
+        self, experiment: str, values: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return {
             "study": self.name,
             "experiment": experiment,
@@ -308,6 +310,6 @@ def load_config(
         ConfigError: If the config is invalid; the message has all mistakes that can be found at once.
     """
     for file in files:
-        check_duplicate_keys(file)
+        check_duplicate_yaml_keys(file)
     config = validate_config(raw)
     return config, Study(config, config["study"])

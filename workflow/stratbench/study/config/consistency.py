@@ -20,7 +20,7 @@ from stratbench.study.config.messages import (
     format_wrong_value_message,
     suggest_closest_name,
 )
-from stratbench.study.config.schema import parse_text_as
+from stratbench.study.config.schema import parse_text_as_json_type
 from stratbench.workload import tasks, users_code
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.datasets import DATASETS
@@ -31,7 +31,7 @@ from stratbench.workload.network import libraries, models, own
 MAX_NAME_BYTES = 240
 
 
-def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
+def iter_variant_messages(study: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each wrong name or option of a study's variants.
 
     A variant's name is wrong if a strategy has it. The name of its strategy is wrong if it is unknown.
@@ -51,7 +51,7 @@ def iter_variant_faults(study: str, values: Mapping[str, Any]) -> Iterator[str]:
         kinds = get_type_hints(options)
         for key in variant.keys() & set(allowed):
             if isinstance(variant[key], str):
-                variant[key] = parse_text_as(
+                variant[key] = parse_text_as_json_type(
                     variant[key], {*list_json_types(kinds[key])} - {"string"}
                 )
         set_options = {k: v for k, v in variant.items() if k not in ("strategy", "settings")}
@@ -92,7 +92,7 @@ def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) ->
     )
 
 
-def check_models(config: Mapping[str, Any]) -> None:
+def check_own_models(config: Mapping[str, Any]) -> None:
     """Raise ConfigError if the name or call of a user's model is invalid.
 
     Entries that name a model of a library are replaced by calls, in place. No code is imported.
@@ -142,7 +142,7 @@ def check_decided_model(model: str | None, study_models: Iterable[str]) -> None:
         raise ConfigError(format_wrong_value_message("decide.model", model, problem, allowed))
 
 
-def iter_name_faults(
+def iter_unknown_name_messages(
     where: str, block: Mapping[str, Any], study: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield a message for each unknown data set, strategy and model of an experiment.
@@ -193,13 +193,13 @@ def check_experiment(
         dataset = describe_data_set(block["dataset"])
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
-    for changed, each in _iter_settings_groups(block, study):
+    for changed, each in _iter_experiments_by_variant_settings(block, study):
         # Each check runs only if the checks before it have found nothing.
         faults = chain(
             _iter_task_faults(each, dataset),
             _iter_optimizer_faults(each),
             _iter_batch_faults(each, study, dataset),
-            _join_independent_faults(
+            _join_faults_into_one_message(
                 where,
                 _iter_strategy_faults(
                     each, study, config["models"], config["cluster"]["gpus_per_node"]
@@ -208,7 +208,7 @@ def check_experiment(
             _iter_model_faults(each, dataset, config["models"]),
             _iter_slowdown_faults(each),
             *(
-                _join_independent_faults(where, keys.iter_contradictions(each, study))
+                _join_faults_into_one_message(where, keys.iter_contradictions(each, study))
                 for _, keys in iter_extension_keys("experiment")
             ),
         )
@@ -217,7 +217,7 @@ def check_experiment(
             raise ConfigError(f"config: {where}{fault}{source}")
 
 
-def _iter_settings_groups(
+def _iter_experiments_by_variant_settings(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield each set of variant settings, and the experiment with only its strategies."""
@@ -232,11 +232,11 @@ def _iter_settings_groups(
 
 def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[str]:
     name, target = block["task"], block["target_score"]
-    natural = dataset.shape and (dataset.task or tasks.get_default_task(dataset.shape))
+    natural = dataset.shape and (dataset.task or tasks.get_default_task_name(dataset.shape))
     if name is not None and (fault := tasks.unsuitable_task_reason(name, natural)):
         yield f".task = {format_wrong_value(name)}: {fault}; remove it, or use another data set"
     elif dataset.values and (name is None or name in tasks.TASKS):
-        yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.describe_wrong_targets(True)}"
+        yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.describe_unsuitable_targets(True)}"
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
             ": give either epochs or steps (which measures time and memory, without a score), and not both; "
@@ -254,7 +254,7 @@ def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[st
         yield f".target_score = {target}: the score is {task.score_name}; give {within}"
 
 
-def check_tolerances(config: Mapping[str, Any]) -> None:
+def check_score_tolerances(config: Mapping[str, Any]) -> None:
     """Raise ConfigError if `decide.score_tolerance` names an unknown score."""
     tolerances = config["decide"]["score_tolerance"]
     blocks = [e for s in config["studies"].values() for e in s["experiments"].values()]
@@ -268,7 +268,7 @@ def check_tolerances(config: Mapping[str, Any]) -> None:
             )
 
 
-def _join_independent_faults(where: str, faults: Iterator[str]) -> Iterator[str]:
+def _join_faults_into_one_message(where: str, faults: Iterator[str]) -> Iterator[str]:
     """Yield all messages joined into one, so that the user sees all of them."""
     if each := list(dict.fromkeys(faults)):
         yield f"\nconfig: {where}".join(each)
@@ -331,7 +331,9 @@ def iter_strategy_options(
         yield name, base, asdict(get_strategy_class(base).Options(**variant))
 
 
-def _list_meshes(block: Mapping[str, Any], study: Mapping[str, Any], workers: int) -> set[Mesh]:
+def _list_strategy_meshes(
+    block: Mapping[str, Any], study: Mapping[str, Any], workers: int
+) -> set[Mesh]:
     """Return the meshes of the experiment's strategies on a number of workers.
 
     Strategies that cannot use this number are left out.
@@ -354,7 +356,9 @@ def _iter_batch_faults(
         )
         return
     key, value = ("global_batch", batch) if batch else ("per_worker_batch", weak)
-    divided = {(n, mesh.replicas) for n in block["gpus"] for mesh in _list_meshes(block, study, n)}
+    divided = {
+        (n, mesh.replicas) for n in block["gpus"] for mesh in _list_strategy_meshes(block, study, n)
+    }
     for n, copies in sorted(divided, key=lambda pair: (block["gpus"].index(pair[0]), -pair[1])):
         workers = format_count(n, "worker")
         if copies < n:
@@ -451,13 +455,15 @@ def _iter_model_faults(
         try:
             model = models.make_model_metadata(name, spec)
             if dataset.shape is None:
-                models.check_sample_kind(model, "texts" if dataset.is_text else "images")
+                models.check_model_takes_sample_kind(
+                    model, "texts" if dataset.is_text else "images"
+                )
                 continue
             shape = models.compute_input_shape(model, dataset.shape)
             if spec:
-                facts = own.compute_data_values(dataset.classes, shape, dataset.vocabulary)
+                facts = own.collect_data_values(dataset.classes, shape, dataset.vocabulary)
                 try:
-                    own.fill_data_values(spec["kwargs"], facts)
+                    own.insert_data_values(spec["kwargs"], facts)
                 except ValueError as e:
                     raise ValueError(f"models.{name}.kwargs: {e}") from e
         except ValueError as e:
@@ -492,7 +498,9 @@ def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) ->
     """
     learns = libraries.find_library_of_call(call).list_head_tasks(call)
     task = (
-        block["task"] or dataset.task or (dataset.shape and tasks.get_default_task(dataset.shape))
+        block["task"]
+        or dataset.task
+        or (dataset.shape and tasks.get_default_task_name(dataset.shape))
     )
     if not learns or task not in tasks.TASKS or task in learns:
         return None

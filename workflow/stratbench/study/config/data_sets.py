@@ -22,7 +22,7 @@ class DataSets:
         self._identities: dict[str, dict[str, Any] | None] = dict(config.get("data_specs", {}))
         self._facts: dict[str, Dataset] = {}
 
-    def compute_identity(self, name: str) -> dict[str, Any] | None:
+    def compute_data_set_identity(self, name: str) -> dict[str, Any] | None:
         """Return the identity of a data set (`data_spec` of the settings).
 
         The result is None if its name suffices.
@@ -36,25 +36,29 @@ class DataSets:
             spec = self._specs.get(name)
             if is_own_data_set(spec):
                 known = self._folder / ".hashes" / f"{name}.json"
-                identity = own_data.read_own_data(name, spec).compute_identity(self._code, known)
+                identity = own_data.read_own_data_specification(
+                    name, spec
+                ).compute_data_set_identity(self._code, known)
             else:
                 identity = compute_data_identity(name, spec)
             self._identities[name] = identity
         return self._identities[name]
 
-    def describe_by_config(self, name: str) -> Dataset:
+    def describe_data_set_by_config(self, name: str) -> Dataset:
         """Return the metadata of a data set, as far as the config alone determines them."""
         return describe_data_set(name, self._specs.get(name))
 
-    def describe_by_identity(self, name: str) -> Dataset:
+    def describe_data_set_by_identity(self, name: str) -> Dataset:
         """Return the metadata of a data set, as far as its identity alone determines them."""
-        return describe_data_set(name, self.compute_identity(name))
+        return describe_data_set(name, self.compute_data_set_identity(name))
 
     def describe_data_set(self, name: str) -> Dataset:
         """Return the metadata of a data set. A user's own data set is read from its prepared files."""
         if name not in self._facts:
             spec, meta = self._specs.get(name), None
             if is_own_data_set(spec):
-                meta = own_data.read_prepared_meta(self._folder / name, self.compute_identity(name))
+                meta = own_data.read_prepared_metadata(
+                    self._folder / name, self.compute_data_set_identity(name)
+                )
             self._facts[name] = describe_data_set(name, spec, meta)
         return self._facts[name]

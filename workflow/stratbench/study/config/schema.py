@@ -11,7 +11,7 @@ from typing import Any
 
 from stratbench.cell.extensions import iter_extension_keys, list_config_blocks
 from stratbench.cell.installation import SCHEMAS
-from stratbench.cell.options import build_schema
+from stratbench.cell.options import build_dataclass_schema
 from stratbench.cell.settings import OF_A_VARIANT, build_experiment_schema
 from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.messages import (
@@ -57,7 +57,7 @@ def build_config_schema() -> dict[str, Any]:
             new = {"type": "object", "additionalProperties": False, "properties": {}}
             new["description"] = keys.__doc__
             block = whole if place == "top" else whole["properties"].setdefault(place, new)
-            block["properties"] |= build_schema(keys)["properties"]
+            block["properties"] |= build_dataclass_schema(keys)["properties"]
     return whole
 
 
@@ -85,11 +85,11 @@ def parse_texts_by_schema(value: Any, rule: Mapping[str, Any]) -> Any:
         return next((allowed for allowed in rule["enum"] if str(allowed) == value), value)
     if isinstance(value, str) and "type" in rule:
         types = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
-        return parse_text_as(value, types)
+        return parse_text_as_json_type(value, types)
     return value
 
 
-def parse_text_as(text: str, types: Iterable[str]) -> Any:
+def parse_text_as_json_type(text: str, types: Iterable[str]) -> Any:
     """Parse a text as one of the JSON types `types`. Return it unchanged if that fails."""
     if "null" in types and text in ("null", "~"):
         return None
@@ -110,7 +110,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 @cache
-def _make_validator():
+def _make_config_validator():
     import jsonschema
 
     # JSON Schema counts 2.0 as an integer. Here an integer must have the type int.
@@ -119,12 +119,12 @@ def _make_validator():
     return jsonschema.validators.extend(base, type_checker=checker)(build_config_schema())
 
 
-def check_structure(config: Mapping[str, Any]) -> None:
+def check_config_structure(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for all values that the schema does not allow, sorted by nesting depth."""
-    _raise_for_errors(_make_validator().iter_errors(config))
+    _raise_for_schema_errors(_make_config_validator().iter_errors(config))
 
 
-def _raise_for_errors(faults: Iterable[Any]) -> None:
+def _raise_for_schema_errors(faults: Iterable[Any]) -> None:
     """Raise ConfigError with a line for each unknown or missing key and each wrong value."""
     lines: dict[Any, str] = {}
     for fault in sorted(faults, key=lambda e: (len(e.path), str(e.path))):
@@ -138,26 +138,28 @@ def _raise_for_errors(faults: Iterable[Any]) -> None:
 def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Fill in the schema's defaults of missing keys, in place, and return the config."""
 
-    def fill(block: dict[str, Any], properties: Mapping[str, Any]) -> None:
+    def fill_block_defaults(block: dict[str, Any], properties: Mapping[str, Any]) -> None:
         for key, rule in properties.items():
             if "default" in rule:
                 block.setdefault(key, rule["default"])
 
     top = build_config_schema()["properties"]
-    fill(config, top)
+    fill_block_defaults(config, top)
     for key in ("datasets", "models"):
         config.setdefault(key, {})
     for key in (key for key, rule in top.items() if "properties" in rule):
-        fill(config.setdefault(key, {}), top[key]["properties"])
+        fill_block_defaults(config.setdefault(key, {}), top[key]["properties"])
     for spec in config["datasets"].values():
-        fill(spec, top["datasets"]["additionalProperties"]["properties"])
+        fill_block_defaults(spec, top["datasets"]["additionalProperties"]["properties"])
     for spec in config["models"].values():
-        fill(spec, top["models"]["additionalProperties"]["properties"])
+        fill_block_defaults(spec, top["models"]["additionalProperties"]["properties"])
     for study in config["studies"].values():
-        fill(study, build_config_schema()["$defs"]["study"]["properties"])
+        fill_block_defaults(study, build_config_schema()["$defs"]["study"]["properties"])
         study.setdefault("variants", {})
         for experiment in study["experiments"].values():
-            fill(experiment, build_config_schema()["$defs"]["experiment"]["properties"])
+            fill_block_defaults(
+                experiment, build_config_schema()["$defs"]["experiment"]["properties"]
+            )
     return config
 
 
@@ -221,9 +223,11 @@ def check_config_block(name: str, block: Mapping[str, Any]) -> dict[str, Any]:
     """
     alone = parse_texts_by_schema({name: block}, build_config_schema())
     faults = [
-        e for e in _make_validator().iter_errors(alone) if list(e.absolute_path)[:1] == [name]
+        e
+        for e in _make_config_validator().iter_errors(alone)
+        if list(e.absolute_path)[:1] == [name]
     ]
-    _raise_for_errors(faults)
+    _raise_for_schema_errors(faults)
     properties = build_config_schema()["properties"][name].get("properties", {})
     defaults = {key: rule["default"] for key, rule in properties.items() if "default" in rule}
     return defaults | alone[name]

@@ -12,19 +12,19 @@ from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.consistency import (
     check_decided_model,
     check_experiment,
-    check_models,
+    check_own_models,
     check_name_lengths,
-    check_tolerances,
+    check_score_tolerances,
     fill_adamw_defaults,
-    iter_name_faults,
-    iter_variant_faults,
+    iter_unknown_name_messages,
+    iter_variant_messages,
 )
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError, format_wrong_value_message, join_messages
 from stratbench.study.config.schema import (
     build_config_schema,
     check_extension_keys,
-    check_structure,
+    check_config_structure,
     fill_schema_defaults,
     parse_texts_by_schema,
 )
@@ -41,7 +41,7 @@ def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     raw = parse_texts_by_schema(raw, build_config_schema())
     check_value_types(raw, ())
-    check_structure(raw)
+    check_config_structure(raw)
     config = json.loads(json.dumps(raw))
     for values in config["studies"].values():
         for block in values["experiments"].values():
@@ -65,13 +65,13 @@ def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     for place in list_config_blocks():
         if place != "experiment":
             check_extension_keys(place, config if place == "top" else config[place], config)
-    check_models(config)
+    check_own_models(config)
     experiments = config["studies"][config["study"]]["experiments"].values()
     check_decided_model(
         config["decide"]["model"], (m for block in experiments for m in block["models"])
     )
     known = DataSets(config)
-    check_tolerances(config)
+    check_score_tolerances(config)
     wrong = []
     for study, values in config["studies"].items():
         if study == "data":
@@ -82,7 +82,9 @@ def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             where = f"studies.{study}.experiments.{experiment}"
             # Data files are read only for the study that runs.
             describe = (
-                known.describe_data_set if study == config["study"] else known.describe_by_config
+                known.describe_data_set
+                if study == config["study"]
+                else known.describe_data_set_by_config
             )
             try:
                 check_experiment(where, block, values, config, describe)
@@ -101,10 +103,10 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
             "study", config["study"], "is not a study", config["studies"]
         )
     for study, values in config["studies"].items():
-        yield from iter_variant_faults(study, values)
+        yield from iter_variant_messages(study, values)
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
-            yield from iter_name_faults(where, block, values, config)
+            yield from iter_unknown_name_messages(where, block, values, config)
 
 
 def _normalise_folder(key: str, path: str) -> str:

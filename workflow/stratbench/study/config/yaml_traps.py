@@ -33,11 +33,11 @@ def check_yaml_syntax(path: str | Path) -> None:
         ) from e
 
 
-def check_duplicate_keys(path: str | Path) -> None:
+def check_duplicate_yaml_keys(path: str | Path) -> None:
     """Raise ConfigError if a YAML file has a key twice. YAML readers silently use the last one."""
     import yaml
 
-    def walk(node: yaml.Node, where: str) -> None:
+    def check_keys_below(node: yaml.Node, where: str) -> None:
         if isinstance(node, yaml.MappingNode):
             seen: dict[str, int] = {}
             for key, value in node.value:
@@ -49,15 +49,15 @@ def check_duplicate_keys(path: str | Path) -> None:
                         f"{path}: {key_path} is given twice, in lines {first_line} and {line}; keep one"
                     )
                 seen[str(key.value)] = line
-                walk(value, key_path)
+                check_keys_below(value, key_path)
         elif isinstance(node, yaml.SequenceNode):
             for item in node.value:
-                walk(item, where)
+                check_keys_below(item, where)
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
     root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=loader)
     if root is not None:
-        walk(root, "")
+        check_keys_below(root, "")
 
 
 def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:

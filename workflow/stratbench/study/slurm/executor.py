@@ -20,7 +20,12 @@ from stratbench.cell.text.help_page import format_help_address
 from stratbench.cell.text.words import format_count
 from stratbench.study.slurm import job_states, submission
 from stratbench.study.slurm.commands import read_command_output, run_slurm_command
-from stratbench.study.slurm.followed import ENDS, FollowedRun, get_first_output, read_signatures
+from stratbench.study.slurm.followed import (
+    ENDS,
+    FollowedRun,
+    get_first_output,
+    read_file_signatures,
+)
 from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import make_job_comment, print_to_stderr
 from stratbench.study.slurm.unstarted_jobs import rule_not_started_reason
@@ -47,30 +52,34 @@ class JobFollower(RemoteExecutor):
     def run_job(self, job: Any) -> None:
         """Submit a job, or postpone it after SLURM rejected another job for a temporary reason."""
         now, f = time.monotonic(), self.followed
-        if f.is_ending.is_set():
+        if f.run_is_ending.is_set():
             return
         with f.lock:
-            f.old_signatures[job] = read_signatures(job.output)
+            f.old_output_signatures[job] = read_file_signatures(job.output)
             f.failed_jobs.discard(job)
-            if f.postponed.is_pausing(now):
-                f.postponed.jobs.append(job)
+            if f.postponed_jobs.is_submission_paused(now):
+                f.postponed_jobs.jobs.append(job)
                 return
         super().run_job(job)
 
     def report_job_submission(self, job_info: Any, register_job: bool = True) -> None:
         f = self.followed
         with f.lock:
-            f.submitted_ids.add(job_info.external_jobid)
-            f.waiting_jobs.output_by_job[job_info.external_jobid] = get_first_output(job_info.job)
-            f.old_signatures.setdefault(job_info.job, read_signatures(job_info.job.output))
+            f.submitted_job_ids.add(job_info.external_jobid)
+            f.waiting_jobs.first_output_by_job_id[job_info.external_jobid] = get_first_output(
+                job_info.job
+            )
+            f.old_output_signatures.setdefault(
+                job_info.job, read_file_signatures(job_info.job.output)
+            )
             f.last_message_s = time.monotonic()
             if not (job_info.aux or {}).get("adopted"):
-                f.postponed.end_pause()
+                f.postponed_jobs.end_pause()
         super().report_job_submission(job_info, register_job=register_job)
 
     def report_job_success(self, job_info: Any) -> None:
-        self._note_end(job_info)
-        self.followed.num_succeeded += 1
+        self._note_job_end(job_info)
+        self.followed.num_succeeded_jobs += 1
         super().report_job_success(job_info)
 
     def report_job_error(self, job_info: Any, msg: str | None = None, **kwargs: Any) -> None:
@@ -81,31 +90,31 @@ class JobFollower(RemoteExecutor):
         ):
             if self._postpone_if_temporary(job_info.job, reason):
                 return
-            self._note_end(job_info)
+            self._note_job_end(job_info)
             f.failed_jobs.add(job_info.job)
             first = get_first_output(job_info.job)
-            known = reason in f.reported_refusals
-            f.reported_refusals.add(reason)
+            known = reason in f.reported_refusal_reasons
+            f.reported_refusal_reasons.add(reason)
             f.print_message(
                 f"SLURM refuses {first} for the same reason as a job above"
                 if known
-                else f"SLURM refuses it: {reason}. {f.request_texts.get(first, first)} "
+                else f"SLURM refuses it: {reason}. {f.request_text_by_output.get(first, first)} "
                 f"{format_help_address('SLURM refuses it')}."
             )
             # Snakemake's own report would print the job's long command line.
             fail_job_silently(self.workflow, job_info.job)
             return
-        self._note_end(job_info)
+        self._note_job_end(job_info)
         f.failed_jobs.add(job_info.job)
         super().report_job_error(job_info, msg=msg, **kwargs)
 
-    def _note_end(self, job_info: Any) -> None:
+    def _note_job_end(self, job_info: Any) -> None:
         f = self.followed
         with f.lock:
             f.last_message_s = time.monotonic()
-            f.waiting_jobs.output_by_job.pop(job_info.external_jobid, None)
+            f.waiting_jobs.first_output_by_job_id.pop(job_info.external_jobid, None)
             # If SLURM limits the number of jobs, it accepts another job now.
-            f.postponed.next_submission_s = 0.0
+            f.postponed_jobs.next_submission_at_s = 0.0
 
     def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
         """Postpone a job that SLURM has rejected for `reason`, if the reason is temporary.
@@ -115,12 +124,12 @@ class JobFollower(RemoteExecutor):
         """
         f, now = self.followed, time.monotonic()
         kind = submission.classify_refusal(reason)
-        if kind is None or (kind == "limit" and job_states.has_live_jobs() is False):
+        if kind is None or (kind == "limit" and job_states.has_user_live_jobs() is False):
             return False
         with f.lock:
-            f.postponed.add_refused_job(job, kind, now)
-            if kind not in f.postponed.reported_kinds:
-                f.postponed.reported_kinds.add(kind)
+            f.postponed_jobs.add_refused_job(job, kind, now)
+            if kind not in f.postponed_jobs.reported_refusal_kinds:
+                f.postponed_jobs.reported_refusal_kinds.add(kind)
                 f.print_message(self._describe_postponement(kind, reason))
         return True
 
@@ -131,7 +140,7 @@ class JobFollower(RemoteExecutor):
                 f"tried again for {submission.SILENCE_S / 60:.0f} minutes "
                 f"{format_help_address('sbatch fails for now')}"
             )
-        live = len(self.followed.waiting_jobs.output_by_job) or 1
+        live = len(self.followed.waiting_jobs.first_output_by_job_id) or 1
         return (
             f"SLURM takes no more jobs of yours at a time ({reason}); the remaining jobs are submitted when "
             f"earlier ones end; with `jobs: {live}` in the profile Snakemake submits no more at a time "
@@ -141,36 +150,36 @@ class JobFollower(RemoteExecutor):
     def _submit_postponed(self) -> None:
         """Submit the postponed jobs one by one, until SLURM rejects one again."""
         f = self.followed
-        while not f.is_ending.is_set():
+        while not f.run_is_ending.is_set():
             now = time.monotonic()
             with f.lock:
-                if not f.postponed.jobs or f.postponed.is_pausing(now):
+                if not f.postponed_jobs.jobs or f.postponed_jobs.is_submission_paused(now):
                     return
-                if f.postponed.has_timed_out(now):
-                    given_up, f.postponed = f.postponed.jobs, submission.Postponed()
+                if f.postponed_jobs.has_waited_too_long(now):
+                    given_up, f.postponed_jobs = f.postponed_jobs.jobs, submission.Postponed()
                     break
-                job = f.postponed.jobs.pop(0)
+                job = f.postponed_jobs.jobs.pop(0)
             # SLURM may have accepted the job although sbatch reported a failure.
-            states = job_states.read_job_states(self.run_uuid, self._list_clusters([job]))
+            states = job_states.read_job_states(self.run_uuid, self._list_slurm_clusters([job]))
             if states is None:
                 with f.lock:
-                    f.postponed.add_refused_job(job, "silence", now)
+                    f.postponed_jobs.add_refused_job(job, "silence", now)
                 return
             if not self._adopt_submitted_job(job, states):
                 super().run_job(job)
-                self._wait_until_reported(job)
+                self._wait_for_submission_report(job)
         else:
             return
         for job in given_up:
             reason = f"SLURM has taken no job for {submission.SILENCE_S / 60:.0f} minutes"
             self.report_job_error(SubmittedJobInfo(job), msg=f"{reason}: each sbatch failed. ")
 
-    def _wait_until_reported(self, job: Any) -> None:
+    def _wait_for_submission_report(self, job: Any) -> None:
         """Wait until the plugin's other thread has reported the submission of a job."""
         until = time.monotonic() + 1.0
-        while time.monotonic() < until and not self.followed.is_ending.is_set():
+        while time.monotonic() < until and not self.followed.run_is_ending.is_set():
             with self.followed.lock:
-                reported = [*self.followed.postponed.jobs, *self.followed.failed_jobs]
+                reported = [*self.followed.postponed_jobs.jobs, *self.followed.failed_jobs]
                 if job in reported or any(info.job is job for info in self.active_jobs):
                     return
             time.sleep(0.01)
@@ -181,9 +190,9 @@ class JobFollower(RemoteExecutor):
         Returns:
             Whether SLURM has such a job.
         """
-        comment = self._make_comment(job)
+        comment = self._make_job_comment(job)
         for id_, state in states.items():
-            if state.comment == comment and id_ not in self.followed.submitted_ids:
+            if state.comment == comment and id_ not in self.followed.submitted_job_ids:
                 shown = read_command_output(["scontrol", "--oneliner", "show", "job", id_]) or ""
                 log = shown.partition(" StdOut=")[2].partition(" ")[0]
                 aux = {"slurm_logfile": Path(log), "adopted": True}
@@ -195,19 +204,19 @@ class JobFollower(RemoteExecutor):
         """Report jobs that have ended, and yield all others. Yield all while SLURM does not answer."""
         f = self.followed
         await asyncio.to_thread(self._submit_postponed)
-        if not active_jobs and not f.postponed.jobs:
+        if not active_jobs and not f.postponed_jobs.jobs:
             self.next_seconds_between_status_checks = FIRST_LOOK_S
             return
-        clusters = self._list_clusters([info.job for info in active_jobs])
+        clusters = self._list_slurm_clusters([info.job for info in active_jobs])
         states = await asyncio.to_thread(job_states.read_job_states, self.run_uuid, clusters)
         now = time.monotonic()
         if states is None:
-            self._warn_of_no_answer(now, len(active_jobs))
+            self._warn_that_slurm_does_not_answer(now, len(active_jobs))
             for info in active_jobs:
                 yield info
             self.next_seconds_between_status_checks = FIRST_LOOK_S
             return
-        f.silent_since_s, f.has_reported_silence = None, False
+        f.slurm_silent_since_s, f.has_reported_silence = None, False
         has_ended, live = False, {}
         for info in active_jobs:
             state = states.get(info.external_jobid)
@@ -222,8 +231,8 @@ class JobFollower(RemoteExecutor):
                 self.report_job_error(info, msg=reason, aux_logs=logs)
             else:
                 self.report_job_success(info)
-                self._remove_log(info)
-        for sentence in f.waiting_jobs.iter_sentences(live, now):
+                self._remove_slurm_log(info)
+        for sentence in f.waiting_jobs.iter_wait_explanations(live, now):
             f.print_message(sentence)
         if now - f.last_message_s >= PROGRESS_S:
             f.print_message(self._describe_progress(live))
@@ -233,8 +242,8 @@ class JobFollower(RemoteExecutor):
         looked_s = self.next_seconds_between_status_checks
         pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, MAX_LOOK_S)
         with self.followed.lock:
-            if self.followed.postponed.jobs:
-                until_s = self.followed.postponed.next_submission_s - time.monotonic()
+            if self.followed.postponed_jobs.jobs:
+                until_s = self.followed.postponed_jobs.next_submission_at_s - time.monotonic()
                 pause_s = min(pause_s, max(until_s, 1.0))
         self.next_seconds_between_status_checks = pause_s
 
@@ -242,10 +251,10 @@ class JobFollower(RemoteExecutor):
         """Return why a job has failed. Empty if it succeeded, None if it has not ended."""
         job, word = info.external_jobid, state.state if state else ""
         if state:
-            self.followed.omitted_since_s.pop(job, None)
+            self.followed.omitted_since_s_by_job_id.pop(job, None)
         else:
             now = time.monotonic()
-            if now - self.followed.omitted_since_s.setdefault(job, now) < OMITTED_S:
+            if now - self.followed.omitted_since_s_by_job_id.setdefault(job, now) < OMITTED_S:
                 return None
             word = job_states.read_accounted_state(job) or ""
         if word == job_states.COMPLETED:
@@ -272,14 +281,14 @@ class JobFollower(RemoteExecutor):
 
     def _has_written_outputs(self, job: Any) -> bool:
         """Return whether all output files of a job exist and are newer than its submission."""
-        before = self.followed.old_signatures.get(job) or {}
-        now = read_signatures(job.output)
+        before = self.followed.old_output_signatures.get(job) or {}
+        now = read_file_signatures(job.output)
         return bool(now) and all(s is not None and s != before.get(p) for p, s in now.items())
 
-    def _warn_of_no_answer(self, now: float, num_jobs: int) -> None:
+    def _warn_that_slurm_does_not_answer(self, now: float, num_jobs: int) -> None:
         f = self.followed
-        f.silent_since_s = f.silent_since_s or now
-        if now - f.silent_since_s >= UNANSWERED_S and not f.has_reported_silence:
+        f.slurm_silent_since_s = f.slurm_silent_since_s or now
+        if now - f.slurm_silent_since_s >= UNANSWERED_S and not f.has_reported_silence:
             f.has_reported_silence = True
             f.print_message(
                 f"SLURM has not answered for {UNANSWERED_S / 60:.0f} minutes; this run waits for its "
@@ -290,17 +299,22 @@ class JobFollower(RemoteExecutor):
     def _describe_progress(self, live: Mapping[str, JobState]) -> str:
         f = self.followed
         with f.lock:
-            n = len(f.postponed.jobs)
-            text = describe_progress(f.num_planned, f.num_succeeded, len(f.failed_jobs), n, live)
-            done_or_failed = f.num_planned - f.num_succeeded - len(f.failed_jobs)
+            n = len(f.postponed_jobs.jobs)
+            text = describe_progress(
+                f.num_planned_jobs, f.num_succeeded_jobs, len(f.failed_jobs), n, live
+            )
+            done_or_failed = f.num_planned_jobs - f.num_succeeded_jobs - len(f.failed_jobs)
         running = sum(s.state not in job_states.QUEUED for s in live.values())
-        times = [f.max_times_s.get(f.waiting_jobs.output_by_job.get(job, "")) for job in live]
+        times = [
+            f.max_time_s_by_output.get(f.waiting_jobs.first_output_by_job_id.get(job, ""))
+            for job in live
+        ]
         if running and n == 0 and done_or_failed == len(live) and None not in times:
             most_h = sum(times) / running / 3600
             text += f"; by the plan, at most {most_h:.1f} h remain if {running} jobs run at a time"
         return text
 
-    def _remove_log(self, info: Any) -> None:
+    def _remove_slurm_log(self, info: Any) -> None:
         """Remove SLURM's log of a job that has succeeded, unless the profile keeps such logs."""
         log = info.aux.get("slurm_logfile") if info.aux else None
         if log and not getattr(self.workflow.executor_settings, "keep_successful_logs", False):
@@ -317,31 +331,31 @@ class JobFollower(RemoteExecutor):
 
     def cancel_jobs(self, active_jobs: list[Any]) -> None:
         """Cancel all jobs of the run, including those of which Snakemake does not know yet."""
-        self.followed.is_ending.set()
-        self._cancel_run()
+        self.followed.run_is_ending.set()
+        self._cancel_jobs_of_run()
 
     def shutdown(self) -> None:
         super().shutdown()
         # A job may have been submitted while all jobs were cancelled, so they are cancelled once more.
-        if self.followed.is_ending.is_set() and not self._cancel_run():
+        if self.followed.run_is_ending.is_set() and not self._cancel_jobs_of_run():
             print_to_stderr(
                 "SLURM did not answer, so this run's jobs may still train; cancel them later by scancel "
                 f"--name={self.run_uuid}"
             )
 
-    def _cancel_run(self) -> bool:
+    def _cancel_jobs_of_run(self) -> bool:
         """Cancel all SLURM jobs of this run, and return whether SLURM has confirmed this."""
-        names = ",".join(sorted(self._list_clusters(self.followed.old_signatures)))
+        names = ",".join(sorted(self._list_slurm_clusters(self.followed.old_output_signatures)))
         where = [f"--clusters={names}"] if names else []
         done = run_slurm_command(["scancel", "--quiet", f"--name={self.run_uuid}", *where])
         return done is not None and done.returncode == 0
 
     @staticmethod
-    def _make_comment(job: Any) -> str:
+    def _make_job_comment(job: Any) -> str:
         return make_job_comment(job.name, list(getattr(job, "wildcards", ())))
 
     @staticmethod
-    def _list_clusters(jobs: Iterable[Any]) -> set[str]:
+    def _list_slurm_clusters(jobs: Iterable[Any]) -> set[str]:
         keys = ("cluster", "clusters", "slurm_cluster")
         return {str(j.resources[k]) for j in jobs for k in keys if j.resources.get(k)}
 

@@ -53,20 +53,20 @@ class FollowedRun:
         last_message_s: Monotonic time in seconds of the last message to the user.
     """
 
-    request_texts: Mapping[str, str] = field(default_factory=dict)
-    max_times_s: Mapping[str, float] = field(default_factory=dict)
-    num_planned: int = 0
-    postponed: submission.Postponed = field(default_factory=submission.Postponed)
+    request_text_by_output: Mapping[str, str] = field(default_factory=dict)
+    max_time_s_by_output: Mapping[str, float] = field(default_factory=dict)
+    num_planned_jobs: int = 0
+    postponed_jobs: submission.Postponed = field(default_factory=submission.Postponed)
     waiting_jobs: WaitingJobs = field(default_factory=WaitingJobs)
     lock: threading.RLock = field(default_factory=threading.RLock)
-    is_ending: threading.Event = field(default_factory=threading.Event)
-    submitted_ids: set[str] = field(default_factory=set)
-    old_signatures: dict[Any, Any] = field(default_factory=dict)
-    omitted_since_s: dict[str, float] = field(default_factory=dict)
-    reported_refusals: set[str] = field(default_factory=set)
-    num_succeeded: int = 0
+    run_is_ending: threading.Event = field(default_factory=threading.Event)
+    submitted_job_ids: set[str] = field(default_factory=set)
+    old_output_signatures: dict[Any, Any] = field(default_factory=dict)
+    omitted_since_s_by_job_id: dict[str, float] = field(default_factory=dict)
+    reported_refusal_reasons: set[str] = field(default_factory=set)
+    num_succeeded_jobs: int = 0
     failed_jobs: set[Any] = field(default_factory=set)
-    silent_since_s: float | None = None
+    slurm_silent_since_s: float | None = None
     has_reported_silence: bool = False
     last_message_s: float = field(default_factory=time.monotonic)
 
@@ -84,7 +84,7 @@ def get_first_output(job: Any) -> str:
 FileSignature = tuple[int, int, int]
 
 
-def read_signatures(paths: Iterable[Any]) -> dict[str, FileSignature | None]:
+def read_file_signatures(paths: Iterable[Any]) -> dict[str, FileSignature | None]:
     """Return the signature of each file by its path, or None for a missing file."""
     signatures: dict[str, FileSignature | None] = {}
     for path in map(str, paths):

@@ -91,7 +91,7 @@ def find_refused_cells(
         resources, cell, settings, from_config = s.job.resources, s.cell, s.settings, s.job_request
         request = read_submitted_request(resources)
         partition = "*" if in_any_partition else resources.get("slurm_partition")
-        is_from_profile = _comparable_values(request) != _comparable_values(from_config)
+        is_from_profile = _get_comparable_values(request) != _get_comparable_values(from_config)
         sentence = nodes.job_too_large_reason(
             cell,
             settings,
@@ -107,6 +107,6 @@ def find_refused_cells(
     return reasons
 
 
-def _comparable_values(request: JobRequest) -> tuple[Any, ...]:
+def _get_comparable_values(request: JobRequest) -> tuple[Any, ...]:
     gpus = request.gpus, request.gpu_type
     return request.nodes, *gpus, request.cpus, request.mem_mib, request.runtime_min

@@ -84,7 +84,7 @@ def read_accounted_state(job_id: str) -> str | None:
     return words[0] if words else None
 
 
-def has_live_jobs() -> bool | None:
+def has_user_live_jobs() -> bool | None:
     """Return whether the user has any queued or running job. The result is None if SLURM does not answer."""
     shown = read_command_output(["squeue", "--me", "--noheader", "--format=%i"])
     return None if shown is None else bool(shown.strip())

@@ -49,11 +49,11 @@ def wait_for_earlier_jobs(workflow: Any, planned: Sequence[Any]) -> None:
     cells = {
         make_job_comment(job.rule.name, list(job.wildcards)): str(job.output[0]) for job in planned
     }
-    if wait_for_live_jobs(cells, Path.cwd()):
+    if wait_for_live_jobs_of_outputs(cells, Path.cwd()):
         restart_snakemake(workflow)
 
 
-def wait_for_live_jobs(output_by_comment: Mapping[str, str], directory: Path) -> bool:
+def wait_for_live_jobs_of_outputs(output_by_comment: Mapping[str, str], directory: Path) -> bool:
     """Wait until no earlier job with one of these comments is queued or running.
 
     If SLURM does not answer at first, the user gets a message. During the wait SLURM is asked again.

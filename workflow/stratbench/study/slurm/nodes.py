@@ -48,7 +48,7 @@ class Node:
         """Return the number of the node's GPUs of a type. The type None means all types."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
-    def lacks(self, request: JobRequest) -> list[str]:
+    def list_lacking_resources(self, request: JobRequest) -> list[str]:
         """Return the resources of which the node has less than requested: gpus, cpus, memory, time."""
         short = {
             "gpus": self.count_gpus(request.gpu_type) < request.gpus,
@@ -88,7 +88,7 @@ def parse_sinfo(sinfo_output: str) -> list[Node]:
                 cpus=int(cpus.rstrip("+")),
                 mem_mib=int(mem_mib.rstrip("+")),
                 gpus=count_gpus(gres),
-                time_limit_minutes=_parse_minutes(limit),
+                time_limit_minutes=_parse_time_limit_minutes(limit),
                 gpu_types=count_gpus_by_type(gres),
             )
         )
@@ -133,7 +133,7 @@ def describe_mixed_gpu_types(nodes: Iterable[Node], requests: Iterable[JobReques
     )
 
 
-def _parse_minutes(time_limit: str) -> int | None:
+def _parse_time_limit_minutes(time_limit: str) -> int | None:
     """Return the minutes of sinfo's time limit, such as `2-00:00:00` or `30:00`.
 
     The result is None for no limit.
@@ -163,7 +163,7 @@ def select_partition_nodes(nodes: Iterable[Node], partition: str | int | None) -
 
 def count_fitting_nodes(request: JobRequest, nodes: Iterable[Node]) -> int:
     """Return the largest number of nodes in any partition that satisfy the request."""
-    able = Counter(node.partition for node in nodes if not node.lacks(request))
+    able = Counter(node.partition for node in nodes if not node.list_lacking_resources(request))
     return max(able.values(), default=0)
 
 
@@ -191,20 +191,28 @@ def job_too_large_reason(
     for node in nodes:
         by_partition.setdefault(node.partition, []).append(node)
     for here in by_partition.values():
-        if sum(not node.lacks(request) for node in here) >= request.nodes:
+        if sum(not node.list_lacking_resources(request) for node in here) >= request.nodes:
             return None
     if not nodes:
         return None
 
-    def size(node: Node) -> tuple[int, ...]:
+    def rank_node(node: Node) -> tuple[int, ...]:
         gpus = node.count_gpus(request.gpu_type)
-        return len(node.lacks(request)), -gpus, -node.gpus, -node.cpus, -node.mem_mib
+        return (
+            len(node.list_lacking_resources(request)),
+            -gpus,
+            -node.gpus,
+            -node.cpus,
+            -node.mem_mib,
+        )
 
-    largest = min(nodes, key=size)
-    lacks = largest.lacks(request)
-    able = {n.name for n in by_partition[largest.partition] if not n.lacks(request)}
+    largest = min(nodes, key=rank_node)
+    lacks = largest.list_lacking_resources(request)
+    able = {
+        n.name for n in by_partition[largest.partition] if not n.list_lacking_resources(request)
+    }
     gpus = largest.count_gpus(request.gpu_type)
-    has = _format_quantities(
+    has = _format_resources(
         gpus, largest.cpus, largest.mem_mib, largest.time_limit_minutes, request
     )
     if lacks:
@@ -222,13 +230,13 @@ def job_too_large_reason(
 def describe_request(cell: Cell, request: JobRequest) -> str:
     """Return a sentence on what a cell requests from SLURM."""
     count = "a node" if request.nodes == 1 else f"{request.nodes} nodes, each"
-    quantities = _format_quantities(
+    quantities = _format_resources(
         request.gpus, request.cpus, request.mem_mib, request.runtime_min, request
     )
     return f"{cell} asks for {count} with {quantities}"
 
 
-def _format_quantities(
+def _format_resources(
     gpus: int, cpus: int, mem_mib: int, minutes: int | None, request: JobRequest
 ) -> str:
     of_type = f" of type {request.gpu_type}" if request.gpu_type else ""

@@ -70,14 +70,14 @@ class Postponed:
     """
 
     jobs: list[Any] = field(default_factory=list)
-    silent_since_s: float | None = None
-    next_submission_s: float = 0.0
-    reported_kinds: set[Kind] = field(default_factory=set)
+    slurm_silent_since_s: float | None = None
+    next_submission_at_s: float = 0.0
+    reported_refusal_kinds: set[Kind] = field(default_factory=set)
     _pause_seconds: float = SHORTEST_PAUSE_S
 
-    def is_pausing(self, now_s: float) -> bool:
+    def is_submission_paused(self, now_s: float) -> bool:
         """Return whether no job may be submitted now, because SLURM has just rejected one."""
-        return bool(self.jobs) and now_s < self.next_submission_s
+        return bool(self.jobs) and now_s < self.next_submission_at_s
 
     def add_refused_job(self, job: Any, kind: Kind, now_s: float) -> None:
         """Store a rejected job, and double the pause before the next submission.
@@ -89,22 +89,24 @@ class Postponed:
         """
         self.jobs.append(job)
         if kind == "limit":
-            self.silent_since_s = None
-        elif self.silent_since_s is None:
-            self.silent_since_s = now_s
-        if now_s >= self.next_submission_s:
-            self.next_submission_s = now_s + self._pause_seconds
+            self.slurm_silent_since_s = None
+        elif self.slurm_silent_since_s is None:
+            self.slurm_silent_since_s = now_s
+        if now_s >= self.next_submission_at_s:
+            self.next_submission_at_s = now_s + self._pause_seconds
             self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_S)
 
-    def has_timed_out(self, now_s: float) -> bool:
+    def has_waited_too_long(self, now_s: float) -> bool:
         """Return whether SLURM has not answered for so long that the postponed jobs fail."""
-        return self.silent_since_s is not None and now_s - self.silent_since_s >= SILENCE_S
+        return (
+            self.slurm_silent_since_s is not None and now_s - self.slurm_silent_since_s >= SILENCE_S
+        )
 
     def end_pause(self) -> None:
         """Allow the next submission at once, because SLURM has just accepted a job."""
-        self.next_submission_s, self.silent_since_s, self._pause_seconds = (
+        self.next_submission_at_s, self.slurm_silent_since_s, self._pause_seconds = (
             0.0,
             None,
             SHORTEST_PAUSE_S,
         )
-        self.reported_kinds.discard("silence")
+        self.reported_refusal_kinds.discard("silence")

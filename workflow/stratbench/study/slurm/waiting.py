@@ -60,11 +60,11 @@ class WaitingJobs:
         output_by_job: First output file of each job, by SLURM's job id.
     """
 
-    output_by_job: dict[str, str] = field(default_factory=dict)
-    _waiting_since_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    _told_reasons: set[str] = field(default_factory=set)
+    first_output_by_job_id: dict[str, str] = field(default_factory=dict)
+    _waiting_since_s_by_job_and_reason: dict[tuple[str, str], float] = field(default_factory=dict)
+    _reported_reasons: set[str] = field(default_factory=set)
 
-    def iter_sentences(self, states: Mapping[str, JobState], now: float) -> Iterator[str]:
+    def iter_wait_explanations(self, states: Mapping[str, JobState], now: float) -> Iterator[str]:
         """Yield a sentence on each reason for which a job has waited PATIENCE_S.
 
         Each reason is reported once.
@@ -78,20 +78,23 @@ class WaitingJobs:
             for job, state in states.items()
             if state.state in QUEUED and state.reason not in ORDINARY
         }
-        for key in self._waiting_since_s.keys() - waiting.keys():
-            del self._waiting_since_s[key]
+        for key in self._waiting_since_s_by_job_and_reason.keys() - waiting.keys():
+            del self._waiting_since_s_by_job_and_reason[key]
         by_reason: dict[str, list[str]] = {}
         for job, reason in waiting:
-            if now - self._waiting_since_s.setdefault((job, reason), now) >= PATIENCE_S:
+            if (
+                now - self._waiting_since_s_by_job_and_reason.setdefault((job, reason), now)
+                >= PATIENCE_S
+            ):
                 by_reason.setdefault(reason, []).append(job)
         for reason, jobs in by_reason.items():
-            if reason not in self._told_reasons:
-                self._told_reasons.add(reason)
+            if reason not in self._reported_reasons:
+                self._reported_reasons.add(reason)
                 yield self._describe_wait(reason, jobs, waiting[jobs[0], reason].start)
 
     def _describe_wait(self, reason: str, job_ids: list[str], start_time: str) -> str:
         first = job_ids[0]
-        what = f"SLURM job {first} ({self.output_by_job.get(first, 'of this run')})"
+        what = f"SLURM job {first} ({self.first_output_by_job_id.get(first, 'of this run')})"
         if others := len(job_ids) - 1:
             what += f" and {format_count(others, 'other')}"
         meaning = next((m for p, m in MEANINGS.items() if re.fullmatch(p, reason)), None)

@@ -24,13 +24,13 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
         than a tenth of a core, the busiest first. `other_gpu_processes`: NVML's numbers of the processes on
         each GPU of the node, if any; they may differ in a container.
     """
-    ours = _list_own_processes()
-    before, total_before = _read_cpu_times(), _read_busy_seconds()
+    ours = _list_related_pids()
+    before, total_before = _read_cpu_s_by_pid(), _read_busy_cpu_s()
     begun_s = time.monotonic()
     time.sleep(window_s)
-    after, total_after = _read_cpu_times(), _read_busy_seconds()
+    after, total_after = _read_cpu_s_by_pid(), _read_busy_cpu_s()
     # Processes that this process has started meanwhile are no other programs, either.
-    ours |= _list_own_processes()
+    ours |= _list_related_pids()
     elapsed_s = time.monotonic() - begun_s
     cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}
     own_cores = sum(used for pid, used in cores.items() if pid in ours)
@@ -55,13 +55,13 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
     return facts
 
 
-def _list_own_processes() -> set[int]:
+def _list_related_pids() -> set[int]:
     here = psutil.Process()
     relatives = [here, *here.parents(), *here.children(recursive=True)]
     return {process.pid for process in relatives}
 
 
-def _read_cpu_times() -> dict[int, float]:
+def _read_cpu_s_by_pid() -> dict[int, float]:
     """Return the CPU seconds of every visible process, by process id."""
     seconds = {}
     for process in psutil.process_iter():
@@ -73,7 +73,7 @@ def _read_cpu_times() -> dict[int, float]:
     return seconds
 
 
-def _read_busy_seconds() -> float:
+def _read_busy_cpu_s() -> float:
     """Return the CPU seconds that all processes have used since boot, summed over the cores."""
     times = psutil.cpu_times()
     # Guests' time is already part of user and nice time. Stolen time is used by other virtual machines.

@@ -30,7 +30,7 @@ class CoreWaits:
             self._waited_ns[thread] += max(0, waited_ns - before.get(thread, 0))
 
     @property
-    def longest_wait_s(self) -> float | None:
+    def longest_core_wait_s(self) -> float | None:
         """Longest time in seconds that a thread has waited for a core in total, or None if not counted.
 
         A step waits for each of its threads: the main thread, autograd's and those of OpenMP.

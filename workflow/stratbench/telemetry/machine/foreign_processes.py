@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import format_os_error, write_atomic
+from stratbench.cell.files import format_os_error, write_text_atomically
 from stratbench.cell.text.words import GIB
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 
@@ -23,19 +23,19 @@ OTHERS_BYTES = 1 * GIB
 _MPS_SERVERS = ("nvidia-cuda-mps-server",)
 
 
-def locate_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
+def identify_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
     """Return a dict with the index and UUID of a GPU, given its name in CUDA_VISIBLE_DEVICES.
 
     The keys are `index` and `uuid`, or only `name` if NVML does not know the GPU.
     """
-    gpu = nvml.find_named_gpu(name)
+    gpu = nvml.find_gpu_by_name(name)
     known = {} if gpu is None else gpu.read_identity_and_settings()
     return {key: known[key] for key in ("index", "uuid") if key in known} or {"name": name}
 
 
 def find_worker_gpu(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
     """Return the GPU that `locate_gpu` described, or None if NVML does not know it."""
-    return nvml.find_named_gpu(str(gpu.get("uuid", gpu.get("index", ""))))
+    return nvml.find_gpu_by_name(str(gpu.get("uuid", gpu.get("index", ""))))
 
 
 def describe_gpu(gpu: dict[str, Any]) -> str:
@@ -54,7 +54,7 @@ def is_mps_server(pid: int) -> bool:
         return False
 
 
-def is_foreign(pid: int, ancestor_pid: int) -> bool | None:
+def is_foreign_process(pid: int, ancestor_pid: int) -> bool | None:
     """Return whether a process on a GPU is foreign: it does not belong to the cell.
 
     The result is None for an ended process, and for CUDA's MPS server, which computes for others.
@@ -98,7 +98,7 @@ class ForeignProcessWatch:
         for gpu in self._gpus:
             held_bytes = gpu.read_process_memory_bytes()
             for pid in held_bytes.keys() - self._foreign.keys():
-                self._foreign[pid] = is_foreign(pid, self._agent_pid)
+                self._foreign[pid] = is_foreign_process(pid, self._agent_pid)
             if not any(self._foreign[pid] is False for pid in held_bytes):
                 continue
             for pid in filter(self._foreign.get, held_bytes):
@@ -109,13 +109,13 @@ class ForeignProcessWatch:
                 entry["bytes"] = max(entry["bytes"] or 0, held_bytes[pid] or 0) or None
                 entry["last_s"] = t_s
         if len(self._found) > known:
-            self.write_file()
+            self.write_foreign_processes()
 
-    def write_file(self) -> None:
+    def write_foreign_processes(self) -> None:
         """Write the foreign processes to the file, if there are any. An error is only printed."""
         try:
             if self._found:
-                write_atomic(self._out, json.dumps(list(self._found.values())))
+                write_text_atomically(self._out, json.dumps(list(self._found.values())))
         except OSError as error:
             print(f"sampler: {format_os_error(error)}", file=sys.stderr, flush=True)
 
@@ -140,7 +140,9 @@ def find_other_gpu_users(
     foreign_processes = {}
     # If NVML does not list this worker, NVML's process ids are not this node's (as in a container).
     if allocated_bytes is None or own_pid in held_bytes:
-        foreign_processes = {p: n for p, n in held_bytes.items() if is_foreign(p, ancestor_pid)}
+        foreign_processes = {
+            p: n for p, n in held_bytes.items() if is_foreign_process(p, ancestor_pid)
+        }
     used_bytes = gpu.read_used_bytes()
     if own_bytes is None:
         own_bytes = 0 if allocated_bytes is None else allocated_bytes + OTHERS_BYTES

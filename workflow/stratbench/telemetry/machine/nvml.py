@@ -85,7 +85,7 @@ class Nvml:
             None if divided else Gpu(self, self.call_function("nvmlDeviceGetIndex", handle), handle)
         )
 
-    def find_uuid(self, name: str) -> str | None:
+    def find_gpu_uuid(self, name: str) -> str | None:
         """Return the UUID of the GPU or MIG instance that an entry of CUDA_VISIBLE_DEVICES names.
 
         The result is None if no GPU or more than one has this name.
@@ -102,9 +102,9 @@ class Nvml:
         fitting = [uuid for uuid in uuids if uuid.startswith(name)]
         return fitting[0] if len(fitting) == 1 else None
 
-    def find_named_gpu(self, name: str) -> Gpu | None:
+    def find_gpu_by_name(self, name: str) -> Gpu | None:
         """Return the GPU or MIG instance that an entry of CUDA_VISIBLE_DEVICES names, or None."""
-        return self.find_gpu_by_uuid(self.find_uuid(name))
+        return self.find_gpu_by_uuid(self.find_gpu_uuid(name))
 
     def driver(self) -> dict[str, str]:
         """Return the versions of the GPU driver and of the newest CUDA that it supports.
@@ -112,8 +112,8 @@ class Nvml:
         The keys are `driver_version` and `cuda_driver_version`; the latter is major.minor.
         """
         cuda = self.call_function("nvmlSystemGetCudaDriverVersion_v2")
-        return _drop_missing(
-            driver_version=_decode(self.call_function("nvmlSystemGetDriverVersion")),
+        return _drop_none_values(
+            driver_version=_decode_text(self.call_function("nvmlSystemGetDriverVersion")),
             cuda_driver_version=cuda and f"{cuda // 1000}.{cuda % 1000 // 10}",
         )
 
@@ -167,12 +167,12 @@ class Gpu:
         energy_mj = self._call_function("nvmlDeviceGetTotalEnergyConsumption") if whole else None
         power_mw = self._call_function("nvmlDeviceGetPowerUsage") if whole else None
         utilisation = self._call_function("nvmlDeviceGetUtilizationRates")
-        return self._read_traffic() | _drop_missing(
+        return self._read_traffic_counters() | _drop_none_values(
             gpu_util_pct=getattr(utilisation, "gpu", None),
             mem_bus_util_pct=getattr(utilisation, "memory", None),
             mem_used_bytes=self.read_used_bytes(),
-            power_w=_scale(power_mw, 1e-3),
-            energy_j=_scale(energy_mj, 1e-3),
+            power_w=_scale_unless_none(power_mw, 1e-3),
+            energy_j=_scale_unless_none(energy_mj, 1e-3),
             temperature_c=self._call_function("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
             sm_clock_mhz=self._call_function("nvmlDeviceGetClockInfo", _CLOCK_SM),
             mem_clock_mhz=self._call_function("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
@@ -181,18 +181,18 @@ class Gpu:
 
     def measure_pcie_rates(self) -> dict[str, int]:
         """Measure the bytes per second that the GPU sends and receives over PCIe, each for 20 ms."""
-        return _drop_missing(
-            pcie_tx_bytes_per_s=_scale(
+        return _drop_none_values(
+            pcie_tx_bytes_per_s=_scale_unless_none(
                 self._call_function("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000
             ),
-            pcie_rx_bytes_per_s=_scale(
+            pcie_rx_bytes_per_s=_scale_unless_none(
                 self._call_function("nvmlDeviceGetPcieThroughput", _PCIE_RX), 1000
             ),
         )
 
     def uuid(self) -> str | None:
         """Return the UUID of the GPU (`GPU-...`) or MIG instance (`MIG-...`)."""
-        return _decode(self._call_function("nvmlDeviceGetUUID"))
+        return _decode_text(self._call_function("nvmlDeviceGetUUID"))
 
     def list_mig_instances(self) -> list[Gpu]:
         """Return the MIG instances into which the GPU is divided."""
@@ -206,13 +206,17 @@ class Gpu:
     def read_identity_and_settings(self) -> dict[str, Any]:
         """Return the GPU's name, ids, memory, power limit and other settings, for the record."""
         memory = self._read_memory_info()
-        return _drop_missing(
+        return _drop_none_values(
             index=self.index,
-            name=_decode(self._call_function("nvmlDeviceGetName")),
+            name=_decode_text(self._call_function("nvmlDeviceGetName")),
             uuid=self.uuid(),
-            pci_bus_id=_decode(getattr(self._call_function("nvmlDeviceGetPciInfo"), "busId", None)),
+            pci_bus_id=_decode_text(
+                getattr(self._call_function("nvmlDeviceGetPciInfo"), "busId", None)
+            ),
             memory_bytes=getattr(memory, "total", None),
-            power_limit_w=_scale(self._call_function("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+            power_limit_w=_scale_unless_none(
+                self._call_function("nvmlDeviceGetEnforcedPowerLimit"), 1e-3
+            ),
             max_sm_clock_mhz=self._call_function("nvmlDeviceGetMaxClockInfo", _CLOCK_SM),
             max_mem_clock_mhz=self._call_function("nvmlDeviceGetMaxClockInfo", _CLOCK_MEMORY),
             application_sm_clock_mhz=self._call_function(
@@ -268,7 +272,7 @@ class Gpu:
             return None
         return ";".join(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
 
-    def _read_traffic(self) -> dict[str, int]:
+    def _read_traffic_counters(self) -> dict[str, int]:
         fields = [
             (_FIELD_NVLINK_TX_KIB, _ALL_LINKS),
             (_FIELD_NVLINK_RX_KIB, _ALL_LINKS),
@@ -283,9 +287,9 @@ class Gpu:
             int(a.value.ullVal) if a.nvmlReturn == 0 and a.valueType == _VALUE_TYPE_UINT64 else None
             for a in answers
         )
-        return _drop_missing(
-            nvlink_tx_bytes=_scale(nv_tx, 1024),
-            nvlink_rx_bytes=_scale(nv_rx, 1024),
+        return _drop_none_values(
+            nvlink_tx_bytes=_scale_unless_none(nv_tx, 1024),
+            nvlink_rx_bytes=_scale_unless_none(nv_rx, 1024),
             pcie_tx_bytes=pcie_tx,
             pcie_rx_bytes=pcie_rx,
         )
@@ -300,13 +304,13 @@ class Gpu:
         return sum(states) if states else None
 
 
-def _drop_missing(**figures: Any) -> dict[str, Any]:
+def _drop_none_values(**figures: Any) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def _scale(value: float | None, factor: float) -> float | None:
+def _scale_unless_none(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def _decode(value: str | bytes | None) -> str | None:
+def _decode_text(value: str | bytes | None) -> str | None:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value

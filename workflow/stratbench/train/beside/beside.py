@@ -12,7 +12,7 @@ from stratbench.train.job import Job
 from stratbench.workload.data.device_data import DeviceData
 
 
-class Start(NamedTuple):
+class TrainingStart(NamedTuple):
     """Point at which a worker's training begins, with what an interrupted training has done before."""
 
     #: Number of training steps that were taken before.
@@ -38,14 +38,14 @@ class Beside:
         self.job, self.strategy, self.data = job, strategy, data
         self.worker, self.phases = worker, phases
 
-    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> Start:
+    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> TrainingStart:
         """Restore the state of an interrupted training after warm-up; return where training begins.
 
         Args:
             clock: Clock of the training steps.
             epochs: Results of the finished epochs, to which the loop adds.
         """
-        return Start()
+        return TrainingStart()
 
     def find_next_stop(self) -> int | None:
         """Return the number of the step after which the clock must stop for this activity, or None."""

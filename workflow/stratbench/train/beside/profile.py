@@ -48,7 +48,7 @@ def record_profiler_trace(
         trace: File to write, or None if this worker only takes part.
     """
     worker.mark_phase_end = lambda phase: None
-    batch = data.create_practice_batches(
+    batch = data.create_warmup_batch_function(
         strategy.samples_per_step(worker.settings), worker.settings
     )
     activities = [ProfilerActivity.CPU]

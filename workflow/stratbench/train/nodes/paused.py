@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch, iter_worker_pauses
-from stratbench.telemetry.timeline import PhaseInterval, read_phases
+from stratbench.telemetry.timeline import PhaseInterval, read_phase_intervals
 from stratbench.train.job import Job
 
 #: Statuses of a cell that pauses do not invalidate: no pause can cause such an ending.
@@ -21,7 +21,11 @@ Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
     """Return the time intervals in which the workers with these ranks trained, from their phase logs."""
-    return [p for p in read_phases(map(job.folder.get_phase_log_path, ranks)) if p.phase == "train"]
+    return [
+        p
+        for p in read_phase_intervals(map(job.folder.get_phase_log_path, ranks))
+        if p.phase == "train"
+    ]
 
 
 def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
@@ -58,7 +62,7 @@ def write_worker_pauses(
         ),
     ]
     if pauses:
-        job.folder.write_pauses(node, pauses)
+        job.folder.write_pauses_of_workers(node, pauses)
 
 
 def build_pauses_entry(job: Job, read_trained: Trained) -> list[dict[str, Any]]:
@@ -66,14 +70,14 @@ def build_pauses_entry(job: Job, read_trained: Trained) -> list[dict[str, Any]]:
     entries = [
         {"node": int(node)}
         | pause
-        | {"in_training": _is_in_training(pause, read_trained(job, int(node)))}
-        for node, its in job.folder.read_pauses().items()
+        | {"in_training": _overlaps_training(pause, read_trained(job, int(node)))}
+        for node, its in job.folder.read_pauses_of_workers().items()
         for pause in its
     ]
     return sorted(entries, key=lambda entry: entry["begin_s"])
 
 
-def _is_in_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -> bool:
+def _overlaps_training(pause: dict[str, float], trained: Iterable[PhaseInterval]) -> bool:
     """Return whether a pause overlaps with the training of one of its node's workers."""
     begin_s, counted_s = pause["begin_s"], pause["length_s"] - pause["asleep_s"]
     until_s = begin_s + max(counted_s, PERIOD_S)

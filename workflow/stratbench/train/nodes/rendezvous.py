@@ -25,6 +25,8 @@ def connect_tcp_store(folder: RunFolder, rank: int, world_size: int) -> dist.TCP
     if rank == 0:
         host = os.uname().nodename
         store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
-        folder.write_endpoint(host, store.port)
+        folder.write_node0_endpoint(host, store.port)
         return store
-    return dist.TCPStore(*folder.wait_for_endpoint(LIMIT_S), world_size, wait_for_workers=False)
+    return dist.TCPStore(
+        *folder.wait_for_node0_endpoint(LIMIT_S), world_size, wait_for_workers=False
+    )

@@ -20,12 +20,12 @@ from stratbench.strategies import get_mesh
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency, gpu_locks
-from stratbench.train.ending import Ending, classify_ending, count_oom_kills
+from stratbench.train.ending import CellEnding, classify_ending, count_oom_kills
 from stratbench.train.job import Job
 from stratbench.train.nodes.paused import invalidating_pauses_reason, read_training_phases
 from stratbench.train.nodes.srun import run_module_on_nodes
 from stratbench.train.running.totals import summarize_collective_run
-from stratbench.train.standing import Standing, hang_reason, read_worker_states
+from stratbench.train.standing import WorkerState, hang_reason, read_worker_states
 
 
 class Runner:
@@ -57,7 +57,7 @@ class Runner:
             s: Settings of the cell.
             data_dir: Folder of the prepared data set.
         """
-        folder.create()
+        folder.create_empty_folder()
 
     def reserve_gpus(self, s: Settings, args: argparse.Namespace) -> AbstractContextManager[bool]:
         """Reserve the cell's GPUs on this node in this context. Yield whether the cell trains on GPUs."""
@@ -73,7 +73,7 @@ class Runner:
         """
         return gpu_locks.count_threads_per_worker(s, workers, args.cpus_per_node, args.server_cpus)
 
-    def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, agent.Exits, Ending]:
+    def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, agent.Exits, CellEnding]:
         """Run the cell. If pauses invalidated the measurements, run it once more.
 
         Args:
@@ -91,18 +91,18 @@ class Runner:
         text = f"cell {job.cell}: {paused} while it trained; it trains again{reason}"
         print(f"{text} {format_help_address('paused for')}", flush=True)
         folder = job.folder
-        folder.create()
+        folder.create_empty_folder()
         if folder.node_local_dir is not None:
             folder = replace(folder, node_local_dir=folder.node_local_dir / "again")
             folder.node_local_dir.mkdir()
         job = replace(job, folder=folder, origin_unix_s=time.time(), origin_s=time.monotonic())
         return job, *self.launch_processes(job, args.cpus_per_node)
 
-    def launch_processes(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, Ending]:
+    def launch_processes(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, CellEnding]:
         """Run the job's processes on all nodes. Return how the processes and how the cell ended."""
         kills_before = count_oom_kills()
         exits = (
-            agent.run_node(job, 0, self.processes)
+            agent.run_node_processes(job, 0, self.processes)
             if job.n_nodes == 1
             else self.launch_with_srun(job, cpus_per_node)
         )
@@ -122,22 +122,26 @@ class Runner:
         agent_of_job = [str(path), str(job.elapsed_s), self.processes]
         watch = PauseWatch()
 
-        def left_s(beyond_s: float = 15.0) -> float:
+        def compute_remaining_s(beyond_s: float = 15.0) -> float:
             """Return the seconds until the time limit, plus `beyond_s` in which agents can end."""
             deadline_s = agent.compute_extended_deadline_s(job, watch)
             return math.inf if deadline_s is None else deadline_s + beyond_s - time.monotonic()
 
         try:
             code = run_module_on_nodes(
-                job.n_nodes, cpus_per_node, "stratbench.train.agent", agent_of_job, left_s
+                job.n_nodes,
+                cpus_per_node,
+                "stratbench.train.agent",
+                agent_of_job,
+                compute_remaining_s,
             )
-            late = left_s(beyond_s=0) <= 0
+            late = compute_remaining_s(beyond_s=0) <= 0
         finally:
             watch.stop()
         ended = code != 0
         hung = ended and hang_reason(read_worker_states(job)) is not None
         exits = self.read_exits(job, lost=1 if ended and not late else None)
-        return agent.Exits(exits, timed_out=late and ended, has_hung=hung and not late)
+        return agent.Exits(exits, reached_time_limit=late and ended, has_hung=hung and not late)
 
     def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
         """Read from files how the processes on all nodes ended, because srun does not report it.
@@ -148,11 +152,13 @@ class Runner:
         """
         standings = read_worker_states(job)
         return [
-            agent.ProcessExit(format_worker_name(r), _read_exit_code(job, r, standings.get(r)))
+            agent.ProcessExit(
+                format_worker_name(r), _read_worker_exit_code(job, r, standings.get(r))
+            )
             for r in range(job.world_size)
         ]
 
-    def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> Ending:
+    def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> CellEnding:
         """Return how the cell ended. Subclasses may also store results of the processes.
 
         Args:
@@ -204,7 +210,7 @@ class Runner:
 
     def epochs(self, job: Job) -> list[dict[str, Any]]:
         """Return the results of each epoch that was evaluated before the cell ended."""
-        return job.folder.read_epochs()
+        return job.folder.read_epoch_results()
 
     def build_section_entry(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the record's entry of this runner's extension, whose key is `section`."""
@@ -218,10 +224,10 @@ class Runner:
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
         """Return the time intervals in which each GPU trained, or None if a GPU's are unknown."""
-        return efficiency.read_training_intervals(job, workers)
+        return efficiency.read_gpu_training_intervals(job, workers)
 
 
-def _read_exit_code(job: Job, rank: int, standing: Standing | None) -> int | None:
+def _read_worker_exit_code(job: Job, rank: int, standing: WorkerState | None) -> int | None:
     """Return a worker's exit code: from the worker's result, or else from its agent's file."""
     result = job.folder.read_worker_result(rank)
     if result is None:

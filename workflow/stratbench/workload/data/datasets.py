@@ -9,7 +9,7 @@ from stratbench.cell.extensions import import_named_additions
 from stratbench.workload.data import generated, sources
 from stratbench.workload.data.dataset import Dataset
 from stratbench.workload.data.kinds import Generator
-from stratbench.workload.data.own_data import is_own_data_set, read_own_data
+from stratbench.workload.data.own_data import is_own_data_set, read_own_data_specification
 from stratbench.workload.data.sources import DataError
 
 #: Sources of random samples, by the name that config.yaml has in `source`.
@@ -63,8 +63,8 @@ def describe_data_set(
         )
     if is_own_data_set(spec):
         return _describe_own_data_set(name, spec, prepared or {})
-    source, values = _read_spec(name, spec)
-    return _describe_source(source, values)
+    source, values = _read_source_and_values(name, spec)
+    return _describe_data_set_of_source(source, values)
 
 
 def compute_data_identity(
@@ -83,14 +83,14 @@ def compute_data_identity(
     spec = {"source": name} if spec is None else spec
     if spec["source"] not in SPECS:
         return None
-    source, values = _read_spec(name, spec)
+    source, values = _read_source_and_values(name, spec)
     return {"source": source} | values
 
 
 def _describe_own_data_set(
     name: str, spec: Mapping[str, Any], prepared_meta: Mapping[str, Any]
 ) -> Dataset:
-    own = read_own_data(name, spec)
+    own = read_own_data_specification(name, spec)
     values = own.values
     return Dataset(
         shape=tuple(prepared_meta["shape"]) if prepared_meta else own.shape,
@@ -106,7 +106,7 @@ def _describe_own_data_set(
     )
 
 
-def _read_spec(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
+def _read_source_and_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
     """Return the source that a data set's specification names, and the values of its keys.
 
     Missing keys have their defaults.
@@ -153,7 +153,7 @@ def _describe_tinyshakespeare(values: Mapping[str, int]) -> Dataset:
     )
 
 
-def _describe_source(source: str, values: Mapping[str, int]) -> Dataset:
+def _describe_data_set_of_source(source: str, values: Mapping[str, int]) -> Dataset:
     return (
         GENERATORS[source].describe_data_set(values)
         if source in GENERATORS
@@ -167,4 +167,4 @@ DATASETS: dict[str, Dataset] = {
     "cifar10": Dataset(
         (3, 32, 32), 10, 50_000, 10_000, sources.load_cifar10, crop_padding=4, has_random_flips=True
     ),
-} | {source: _describe_source(source, defaults) for source, defaults in SPECS.items()}
+} | {source: _describe_data_set_of_source(source, defaults) for source, defaults in SPECS.items()}

@@ -46,7 +46,7 @@ class EpochTables(NamedTuple):
     order: torch.Tensor
     augmentation: Augmentation | None
 
-    def pack_tables(self) -> EpochTables:
+    def convert_to_small_integers(self) -> EpochTables:
         """Return the tables converted to smaller integer types, to save memory."""
         import torch
 
@@ -61,7 +61,7 @@ class EpochTables(NamedTuple):
         return EpochTables(self.order.to(device).long(), whole)
 
 
-def compute_packed_bytes(data: Dataset, augment: bool) -> int:
+def compute_packed_table_bytes(data: Dataset, augment: bool) -> int:
     """Return the memory in bytes of one epoch's order and augmentation in packed form.
 
     The order takes 4 bytes per training sample, and the augmentation 3.
@@ -70,7 +70,7 @@ def compute_packed_bytes(data: Dataset, augment: bool) -> int:
     return data.train_samples * (4 + 3 * augmented)
 
 
-def make_generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
+def make_random_generator(purpose: str, seed: int, epoch: int) -> torch.Generator:
     """Return a CPU generator whose random numbers are the same on all workers and devices.
 
     Args:
@@ -94,7 +94,7 @@ def draw_epoch_order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """
     import torch
 
-    return torch.randperm(samples, generator=make_generator("order", seed, epoch))
+    return torch.randperm(samples, generator=make_random_generator("order", seed, epoch))
 
 
 def enlarge_images(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def enlarge_images(images: torch.Tensor, height: int, width: int) -> torch.Tenso
     return images
 
 
-def choose_eval_batch(shape: Sequence[int]) -> int:
+def choose_evaluation_batch_size(shape: Sequence[int]) -> int:
     """Return the number of samples per batch of the evaluation, for samples of a given shape."""
     if len(shape) == 1:
         return max(1, EVAL_TOKENS // shape[0])
@@ -158,16 +158,18 @@ def make_example_batch(
     """
     import torch
 
-    def data(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def make_placeholder(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         # A fake tensor that is created by `torch.zeros` would have known values, which real data do not have.
         return torch.empty(shape, device=device, dtype=dtype).zero_()
 
     if len(shape) == 1 and not has_one_target_per_text:
-        return tuple(data((samples, *shape), torch.int64) for _ in range(2))
-    x = data((samples, *shape), torch.int64 if has_one_target_per_text else dtype)
-    y = data((samples,), torch.int64).add_(torch.arange(samples, device=device) % classes)
+        return tuple(make_placeholder((samples, *shape), torch.int64) for _ in range(2))
+    x = make_placeholder((samples, *shape), torch.int64 if has_one_target_per_text else dtype)
+    y = make_placeholder((samples,), torch.int64).add_(
+        torch.arange(samples, device=device) % classes
+    )
     if has_value_targets:
-        y = data((samples, classes), dtype)
+        y = make_placeholder((samples, classes), dtype)
     return x.contiguous(memory_format=memory_format) if x.dim() == 4 else x, y
 
 
@@ -201,7 +203,7 @@ class DeviceData(ABC):
         self.index_device = self.train_inputs.device
 
     @staticmethod
-    def load(
+    def load_prepared_data_set(
         directory: str | Path,
         device: torch.device | str = "cpu",
         shape: tuple[int, ...] | None = None,
@@ -245,7 +247,7 @@ class DeviceData(ABC):
     def test_samples(self) -> int:
         return len(self.test_targets)
 
-    def draw_epoch_tables(self, seed: int, epoch: int, augment: bool) -> EpochTables:
+    def draw_order_and_augmentation(self, seed: int, epoch: int, augment: bool) -> EpochTables:
         """Return the random order of samples in an epoch and, with `augment`, crops and flips.
 
         The tables are in host memory. Augmentation is drawn per sample index, so that it does not depend on
@@ -272,20 +274,22 @@ class DeviceData(ABC):
             augmentation: The epoch's augmentation of all samples, if any.
         """
         if self._rows is not None:
-            return self._make_batch(*self._rows.take_fetched_batch(indices, augmentation))
+            return self._convert_stored_batch(*self._rows.take_fetched_batch(indices, augmentation))
         drawn = augmentation and [table[indices] for table in augmentation]
-        return self._make_batch(self.train_inputs[indices], self.train_targets[indices], drawn)
+        return self._convert_stored_batch(
+            self.train_inputs[indices], self.train_targets[indices], drawn
+        )
 
-    def create_practice_batches(
+    def create_warmup_batch_function(
         self, samples: int, settings: Settings
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """Return a function that makes a training batch, for steps before the training (warm-up)."""
         import torch
 
         indices = torch.arange(samples, device=self.index_device) % self.train_samples
-        _, augmentation = self.draw_epoch_tables(settings.seed, 0, settings.augment).to_device(
-            self.index_device
-        )
+        _, augmentation = self.draw_order_and_augmentation(
+            settings.seed, 0, settings.augment
+        ).to_device(self.index_device)
         return lambda: self.make_training_batch(indices, augmentation)
 
     def prefetch(self, indices: torch.Tensor, augmentation: Augmentation | None = None) -> None:
@@ -298,17 +302,17 @@ class DeviceData(ABC):
             self._rows.begin_fetching_batch(indices, augmentation)
 
     @property
-    def fetches_ahead(self) -> bool:
+    def fetches_next_batch_early(self) -> bool:
         """Whether batches are fetched from host memory in advance, so that `prefetch` has an effect."""
         return self._rows is not None
 
     def make_test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the test samples from `start` to `stop` (exclusive), without augmentation."""
         rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
-        return self._make_batch(*rows)
+        return self._convert_stored_batch(*rows)
 
     @abstractmethod
-    def _make_batch(
+    def _convert_stored_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -326,7 +330,7 @@ class DeviceData(ABC):
 class Texts(DeviceData):
     """A data set of texts: tokens [b, length], with targets [b, length] or labels [b], all int64."""
 
-    def _make_batch(
+    def _convert_stored_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -353,7 +357,7 @@ class Waveforms(DeviceData):
             values[:, None].to(self.device, dtype) for values in (1 / std, -mean / std)
         )
 
-    def _make_batch(
+    def _convert_stored_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -415,7 +419,7 @@ class Images(DeviceData):
 
         if not self._padding and not self._flip:
             return None
-        generator = make_generator("augmentation", seed, epoch)
+        generator = make_random_generator("augmentation", seed, epoch)
         draw = (self.train_samples,)
         return Augmentation(
             torch.randint(2 * self._padding + 1, draw, generator=generator),
@@ -423,7 +427,7 @@ class Images(DeviceData):
             torch.randint(2 if self._flip else 1, draw, generator=generator),
         )
 
-    def _make_batch(
+    def _convert_stored_batch(
         self,
         inputs: torch.Tensor,
         targets: torch.Tensor,
@@ -433,12 +437,12 @@ class Images(DeviceData):
         if inputs.shape[2:] != self._size:
             inputs = enlarge_images(inputs, *self._size)
         if augmentation_rows is not None:
-            inputs = self._crop(inputs, *augmentation_rows)
+            inputs = self._crop_and_flip_images(inputs, *augmentation_rows)
         if targets.is_floating_point():
             targets = targets.to(self._scale.dtype)
-        return self._normalise(inputs), targets
+        return self._normalise_images(inputs), targets
 
-    def _normalise(self, images: torch.Tensor) -> torch.Tensor:
+    def _normalise_images(self, images: torch.Tensor) -> torch.Tensor:
         import torch
 
         # The output tensor already has the model's memory format, so that no further kernel converts it.
@@ -450,7 +454,7 @@ class Images(DeviceData):
         )
         return torch.mul(images, self._scale, out=made).add_(self._offset)
 
-    def _crop(
+    def _crop_and_flip_images(
         self, images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor
     ) -> torch.Tensor:
         """Crop each zero-padded image at its own offset, and mirror each image whose `flip` is 1."""

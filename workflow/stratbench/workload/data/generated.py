@@ -80,7 +80,7 @@ def generate_synthetic_images(
     where = np.arange(size) * 4 // size
     prototypes = patches[:, :, where][:, :, :, where]
 
-    def chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
+    def generate_image_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             labels = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
             # Prototypes are 64 to 191 and the noise -64 to 63 (64 is subtracted below), so that sums fit into
@@ -91,8 +91,8 @@ def generate_synthetic_images(
             yield prototypes[labels] + noise - np.uint8(64), labels
 
     return Source(
-        Split(train_samples, chunks(train_samples, 1)),
-        Split(test_samples, chunks(test_samples, 2)),
+        Split(train_samples, generate_image_chunks(train_samples, 1)),
+        Split(test_samples, generate_image_chunks(test_samples, 2)),
         [],
         generated=True,
     )
@@ -120,9 +120,9 @@ class MarkovChain:
         self.share = share / share.sum()
         self._up_to = self.odds.cumsum(axis=1)
 
-    def entropy(self) -> float:
+    def compute_entropy_rate(self) -> float:
         """Return the entropy of a token given the previous one, in nats per token (Shannon, 1948)."""
-        return float(self.share @ _compute_entropies(self.odds))
+        return float(self.share @ _compute_row_entropies(self.odds))
 
     def draw(self, rng: np.random.Generator, num_texts: int, length: int) -> np.ndarray:
         """Return random texts of the chain, int64 [num_texts, length].
@@ -144,7 +144,7 @@ class MarkovChain:
         return text
 
 
-def _compute_entropies(probabilities: np.ndarray) -> np.ndarray:
+def _compute_row_entropies(probabilities: np.ndarray) -> np.ndarray:
     """Return the entropy in nats of each row of a matrix, whose rows are probability distributions."""
     import numpy as np
 
@@ -184,7 +184,7 @@ def generate_markov_text(
 
     chain = MarkovChain(vocabulary, seed)
 
-    def chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
+    def generate_text_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             count = min(CHUNK_SAMPLES, samples - start)
             text = chain.draw(
@@ -192,4 +192,6 @@ def generate_markov_text(
             )
             yield text[:, :-1], text[:, 1:]
 
-    return make_generated_source((train_samples, test_samples), chunks, chain.entropy())
+    return make_generated_source(
+        (train_samples, test_samples), generate_text_chunks, chain.compute_entropy_rate()
+    )

@@ -13,7 +13,7 @@ from stratbench.workload.data.sources import DataError, Source
 SourceAndClassCount = tuple[Source, int]
 
 
-class Samples(NamedTuple):
+class SampleFileKind(NamedTuple):
     """The kind of files in a folder of samples, such as images: their noun and file suffixes.
 
     Files with other suffixes are ignored.
@@ -80,7 +80,7 @@ class FileKind:
     #: Config keys that each name one further file, such as `tokenizer`.
     further_file_keys: tuple[str, ...] = ()
     #: Kind of the sample files in its folder, or None if the data set is a list of files.
-    samples: Samples | None = None
+    samples: SampleFileKind | None = None
     #: Shape of a sample. Each dimension is a number, or a config key whose value it is.
     shape: tuple[str | int, ...] = ("sequence",)
     #: Name of the task, if the shape of a sample does not determine it.

@@ -24,7 +24,7 @@ WHAT_TO_RETURN = (
 )
 
 
-class Opened(NamedTuple):
+class OpenedDataSet(NamedTuple):
     """A user's data set that was opened: its samples, their shape, and the number of classes.
 
     Attributes:
@@ -42,7 +42,7 @@ class Opened(NamedTuple):
     values: bool = False
 
 
-def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
+def open_returned_arrays(label: str, returned: Any, sequence: int | None) -> OpenedDataSet:
     """Return the data set of which a user's function has returned the arrays.
 
     Images are `train_x` and `test_x`, uint8 or float32 [N, H, W], [N, C, H, W] or [N, H, W, C]. Their
@@ -57,17 +57,17 @@ def open_arrays(label: str, returned: Any, sequence: int | None) -> Opened:
     Raises:
         DataError: If the arrays are of another form.
     """
-    arrays = _name_arrays(label, returned)
+    arrays = _get_arrays_by_name(label, returned)
     if "train" in arrays:
-        return _open_text(label, arrays, sequence)
+        return _open_token_arrays(label, arrays, sequence)
     if sequence is not None:
         raise DataError(
             f"{label}: returned images, but the key `sequence` is for texts; remove this key"
         )
-    return _open_images(label, arrays)
+    return _open_image_arrays(label, arrays)
 
 
-def _name_arrays(label: str, returned: Any) -> dict[str, np.ndarray]:
+def _get_arrays_by_name(label: str, returned: Any) -> dict[str, np.ndarray]:
     import numpy as np
 
     arrays: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def _name_arrays(label: str, returned: Any) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
+def _open_image_arrays(label: str, arrays: Mapping[str, np.ndarray]) -> OpenedDataSet:
     import numpy as np
 
     shapes = {}
@@ -125,18 +125,18 @@ def _open_images(label: str, arrays: Mapping[str, np.ndarray]) -> Opened:
     targets = {split: arrays[f"{split}_y"] for split in shapes}
     values = any(y.dtype.kind == "f" for y in targets.values())
     if values:
-        targets = _flatten_values(label, targets)
+        targets = _flatten_value_targets(label, targets)
         classes = targets["train"].shape[1]
     else:
-        classes = _count_classes(label, targets["train"], targets["test"])
+        classes = _count_label_classes(label, targets["train"], targets["test"])
 
-    def make_split(split_name: str) -> Split:
+    def make_image_split(split_name: str) -> Split:
         x, y = arrays[f"{split_name}_x"], targets[split_name]
-        return Split(len(y), _iter_image_chunks(f"{label}: {split_name}_x", x, y))
+        return Split(len(y), _iter_image_array_chunks(f"{label}: {split_name}_x", x, y))
 
-    source = Source(make_split("train"), make_split("test"), [])
+    source = Source(make_image_split("train"), make_image_split("test"), [])
     of_floats = kinds["train"] == np.float32
-    return Opened(source, tuple(shapes["train"]), classes, of_floats, values)
+    return OpenedDataSet(source, tuple(shapes["train"]), classes, of_floats, values)
 
 
 def move_channels_first(images: np.ndarray) -> np.ndarray:
@@ -150,7 +150,7 @@ def move_channels_first(images: np.ndarray) -> np.ndarray:
     return images.transpose(0, 3, 1, 2) if last else images
 
 
-def _count_classes(data_label: str, train_labels: np.ndarray, test_labels: np.ndarray) -> int:
+def _count_label_classes(data_label: str, train_labels: np.ndarray, test_labels: np.ndarray) -> int:
     import numpy as np
 
     for y, name in ((train_labels, "train_y"), (test_labels, "test_y")):
@@ -176,7 +176,7 @@ def _count_classes(data_label: str, train_labels: np.ndarray, test_labels: np.nd
     return classes
 
 
-def _flatten_values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _flatten_value_targets(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return real-valued targets of training and test set as [N, values], by name of the set."""
     import numpy as np
 
@@ -197,7 +197,7 @@ def _flatten_values(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, 
     return flat
 
 
-def _iter_image_chunks(
+def _iter_image_array_chunks(
     array_label: str, images_array: np.ndarray, targets: np.ndarray
 ) -> Iterator[InputsAndTargets]:
     import numpy as np
@@ -213,7 +213,9 @@ def _iter_image_chunks(
         yield images, np.asarray(targets[start : start + step])
 
 
-def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | None) -> Opened:
+def _open_token_arrays(
+    label: str, arrays: Mapping[str, np.ndarray], sequence: int | None
+) -> OpenedDataSet:
     if sequence is None:
         raise DataError(
             f"{label}: returned tokens; give `sequence`, the number of tokens per sample"
@@ -228,19 +230,19 @@ def _open_text(label: str, arrays: Mapping[str, np.ndarray], sequence: int | Non
                 f"{label}: {name} has {len(tokens):,} tokens, but a sample with sequence = {sequence} needs "
                 f"{sequence + 1}; return more tokens, or lower sequence"
             )
-    lowest = min(int(_reduce_tokens_by_part(tokens, min)) for tokens in arrays.values())
+    lowest = min(int(_find_extreme_token(tokens, min)) for tokens in arrays.values())
     if lowest < 0:
         raise DataError(f"{label}: has the token {lowest}; every token must be at least 0")
-    vocabulary = max(int(_reduce_tokens_by_part(tokens, max)) for tokens in arrays.values()) + 1
+    vocabulary = max(int(_find_extreme_token(tokens, max)) for tokens in arrays.values()) + 1
     if not 2 <= vocabulary <= 1 << 31:
         raise DataError(
             f"{label}: the largest token is {vocabulary - 1}; it must be from 1 to 2^31 - 1"
         )
     splits = [cut_text_into_samples(arrays[name], sequence) for name in TOKEN_NAMES]
-    return Opened(Source(splits[0], splits[1], []), (sequence,), vocabulary)
+    return OpenedDataSet(Source(splits[0], splits[1], []), (sequence,), vocabulary)
 
 
-def _reduce_tokens_by_part(tokens: np.ndarray, min_or_max: Callable[[Any], Any]) -> Any:
+def _find_extreme_token(tokens: np.ndarray, min_or_max: Callable[[Any], Any]) -> Any:
     """Return the smallest or the largest token of an array that may be mapped from a file.
 
     Args:

@@ -19,7 +19,7 @@ from stratbench.cell.files import read_json
 from stratbench.workload import users_code
 from stratbench.workload.data import own_arrays, own_files, prepared
 from stratbench.workload.data.kinds import FileKind
-from stratbench.workload.data.own_arrays import Opened
+from stratbench.workload.data.own_arrays import OpenedDataSet
 from stratbench.workload.data.sources import DataError
 
 #: Environment variable with the paths of data files, for jobs. Paths are no job parameters, since moving a
@@ -60,14 +60,14 @@ class OwnData:
     #: Name of the data set in the config.
     name: str
     #: Kind of the data set: a key of KINDS, or `call`.
-    file_kind: str
+    kind_name: str
     #: Values of the config keys, including defaults. Keys that name files are left out.
     values: dict[str, Any]
     #: Paths of files or folders, by the config key that names them.
     paths_by_key: dict[str, list[Path]]
 
     def __str__(self) -> str:
-        return f"data set {self.name!r} ({self.call or self.file_kind})"
+        return f"data set {self.name!r} ({self.call or self.kind_name})"
 
     @property
     def call(self) -> str:
@@ -77,17 +77,17 @@ class OwnData:
     @property
     def task(self) -> str | None:
         """Name of the task, or None if the shape of the samples determines the task."""
-        return None if self.call else KINDS[self.file_kind].task
+        return None if self.call else KINDS[self.kind_name].task
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """Shape of a sample, or None if it is unknown before the data are read."""
         if self.call:
             return (self.values["sequence"],) if self.values["sequence"] else None
-        shape = KINDS[self.file_kind].shape
+        shape = KINDS[self.kind_name].shape
         return tuple(self.values[n] if isinstance(n, str) else n for n in shape)
 
-    def compute_identity(
+    def compute_data_set_identity(
         self, code_folders: Iterable[Path] = (), hash_cache: Path | None = None
     ) -> dict[str, Any]:
         """Return what determines the samples: the config keys, and a hash of the files or the code.
@@ -103,27 +103,29 @@ class OwnData:
             fingerprint = users_code.compute_code_fingerprint(self.call, code_folders)
         else:
             files = [place for places in self.paths_by_key.values() for place in places]
-            samples = KINDS[self.file_kind].samples or own_files.IMAGES
-            sha256 = own_files.hash_files(files, samples, hash_cache)
+            samples = KINDS[self.kind_name].samples or own_files.IMAGES
+            sha256 = own_files.hash_sample_files(files, samples, hash_cache)
             fingerprint = {"sha256": sha256, "version": None}
-        return {"kind": self.file_kind} | self.values | fingerprint
+        return {"kind": self.kind_name} | self.values | fingerprint
 
-    def open_samples(self) -> Opened:
+    def open_samples(self) -> OpenedDataSet:
         """Return the data set's samples, their shape and the number of classes."""
         if self.call:
-            return own_arrays.open_arrays(str(self), self._call_function(), self.values["sequence"])
-        kind, files = KINDS[self.file_kind], self.paths_by_key[self.file_kind]
+            return own_arrays.open_returned_arrays(
+                str(self), self._call_user_function(), self.values["sequence"]
+            )
+        kind, files = KINDS[self.kind_name], self.paths_by_key[self.kind_name]
         first = files[0] if kind.samples else files
         others = (
             next(iter(self.paths_by_key.get(key, [])), None) for key in kind.further_file_keys
         )
         options = {k: v for k, v in self.values.items() if k not in AUGMENTATION}
         source, classes = kind.read(self.name, first, *others, **options)
-        return Opened(source, self.shape or (), classes, floats=kind.has_float_samples)
+        return OpenedDataSet(source, self.shape or (), classes, floats=kind.has_float_samples)
 
-    def _call_function(self) -> Any:
+    def _call_user_function(self) -> Any:
         try:
-            function = users_code.import_callable(self)
+            function = users_code.import_user_callable(self)
         except users_code.ModelError as error:
             raise DataError(str(error)) from error
         kwargs = self.values["kwargs"]
@@ -143,7 +145,7 @@ def is_own_data_set(spec: Mapping[str, Any] | None) -> bool:
     return spec is not None and "source" not in spec
 
 
-def read_own_data(
+def read_own_data_specification(
     name: str, spec: Mapping[str, Any], paths_by_key: Mapping[str, Any] | None = None
 ) -> OwnData:
     """Return a user's data set as a specification in the config describes it. No file is read.
@@ -182,7 +184,7 @@ def read_own_data(
                 f"{', '.join(allowed)}"
             )
     values = {key: value for key, value in {**defaults, **keys}.items() if key not in files}
-    locations = _find_files(name, files, keys if paths_by_key is None else paths_by_key)
+    locations = _find_data_paths(name, files, keys if paths_by_key is None else paths_by_key)
     if kind == "call":
         if reason := users_code.invalid_call_reason(values["call"]):
             raise DataError(f"data set {name!r}: call = {values['call']!r} {reason}")
@@ -198,7 +200,7 @@ def read_own_data(
     return OwnData(name, kind, values, locations)
 
 
-def _find_files(
+def _find_data_paths(
     dataset_name: str, file_keys: Iterable[str], paths_by_key: Mapping[str, Any]
 ) -> dict[str, list[Path]]:
     locations = {}
@@ -206,7 +208,7 @@ def _find_files(
         value = paths_by_key.get(key)
         if value is None:
             continue
-        locations[key] = [Path(p).expanduser() for p in _as_list(value)]
+        locations[key] = [Path(p).expanduser() for p in _list_paths(value)]
         for place in locations[key]:
             is_there, what = (
                 (place.is_dir(), "folder")
@@ -220,7 +222,7 @@ def _find_files(
     return locations
 
 
-def _as_list(paths: str | list[str]) -> list[str]:
+def _list_paths(paths: str | list[str]) -> list[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
@@ -229,7 +231,7 @@ def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str
     locations = {}
     for name, spec in datasets.items():
         places = {
-            key: [str(Path(p).expanduser().absolute()) for p in _as_list(spec[key])]
+            key: [str(Path(p).expanduser().absolute()) for p in _list_paths(spec[key])]
             for key in PLACES
             if spec.get(key)
         }
@@ -238,20 +240,20 @@ def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str
     return json.dumps(locations, sort_keys=True)
 
 
-def read_own_data_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
+def read_own_data_specification_in_job(name: str, spec: Mapping[str, Any]) -> OwnData:
     """Return a user's data set in a job.
 
     The paths of its files are those of the specification, or else of the environment variable
     PLACES_VARIABLE.
     """
     if spec.keys() & set(PLACES) or spec.get("call"):
-        return read_own_data(name, spec)
-    return read_own_data(
+        return read_own_data_specification(name, spec)
+    return read_own_data_specification(
         name, spec, json.loads(os.environ.get(PLACES_VARIABLE, "{}")).get(name, {})
     )
 
 
-def read_prepared_meta(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_prepared_metadata(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the metadata of a prepared data set, or None if the folder has other or no data.
 
     Args:

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.files import read_json, write_text_atomically
 from stratbench.cell.text.progress import create_progress_bar
-from stratbench.workload.data.kinds import Samples
+from stratbench.workload.data.kinds import SampleFileKind
 from stratbench.workload.data.sources import DataError, Source, Split, cut_text_into_samples
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stratbench.workload.data.sources import InputsAndTargets
 
 
-IMAGES = Samples("image", (".png", ".jpg", ".jpeg"))
+IMAGES = SampleFileKind("image", (".png", ".jpg", ".jpeg"))
 #: Name of the subfolder with the training set, and possible names of the subfolder with the test set.
 TRAIN, TESTS = "train", ("test", "val")
 _CHUNK = 256
@@ -34,7 +34,7 @@ _READERS = 8
 
 
 def list_sample_files(
-    files_and_folders: Sequence[Path], sample_kind: Samples
+    files_and_folders: Sequence[Path], sample_kind: SampleFileKind
 ) -> list[tuple[str, Path]]:
     """Return the given files, and all sample files in the given folders.
 
@@ -51,7 +51,7 @@ def list_sample_files(
     files: list[tuple[str, Path]] = []
     for place in files_and_folders:
         if place.is_dir():
-            below = sorted(_iter_files_below(place, sample_kind))
+            below = sorted(_iter_sample_files(place, sample_kind))
             if not below:
                 raise DataError(
                     f"{place}: has no {sample_kind} in its subfolders; add some, or correct the path"
@@ -62,7 +62,7 @@ def list_sample_files(
     return files
 
 
-def _iter_files_below(folder: Path, sample_kind: Samples) -> Iterator[Path]:
+def _iter_sample_files(folder: Path, sample_kind: SampleFileKind) -> Iterator[Path]:
     for at, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
@@ -70,8 +70,8 @@ def _iter_files_below(folder: Path, sample_kind: Samples) -> Iterator[Path]:
                 yield Path(at, name)
 
 
-def hash_files(
-    files_and_folders: Sequence[Path], sample_kind: Samples, hash_cache: Path | None = None
+def hash_sample_files(
+    files_and_folders: Sequence[Path], sample_kind: SampleFileKind, hash_cache: Path | None = None
 ) -> str:
     """Return the SHA-256 of the relative paths and contents of files.
 
@@ -107,7 +107,7 @@ def hash_files(
     if hash_cache is not None:
         # Writing the cache may fail, since the only effect is that the files are hashed again.
         with suppress(OSError):
-            write_atomic(
+            write_text_atomically(
                 hash_cache,
                 f'{{"listing": "{seen.hexdigest()}", "sha256": "{digest.hexdigest()}"}}\n',
             )
@@ -136,8 +136,8 @@ class DividedSamples(NamedTuple):
     classes: int
 
 
-def list_class_folders(
-    dataset_name: str, folder: Path, sample_kind: Samples
+def list_train_and_test_files(
+    dataset_name: str, folder: Path, sample_kind: SampleFileKind
 ) -> tuple[SamplesByClass, SamplesByClass | None]:
     """Return the training and test files of each class, from FOLDER/train/CLASS and FOLDER/test/CLASS.
 
@@ -155,11 +155,13 @@ def list_class_folders(
     return _list_files_by_class(dataset_name, top, sample_kind), test
 
 
-def _list_files_by_class(dataset_name: str, folder: Path, sample_kind: Samples) -> SamplesByClass:
+def _list_files_by_class(
+    dataset_name: str, folder: Path, sample_kind: SampleFileKind
+) -> SamplesByClass:
     """Return the sample files of each class folder. Raise DataError if a class folder has none."""
     by_class = {}
     for place in sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")):
-        by_class[place.name] = sorted(_iter_files_below(place, sample_kind))
+        by_class[place.name] = sorted(_iter_sample_files(place, sample_kind))
         if not by_class[place.name]:
             raise DataError(
                 f"data set {dataset_name!r}: the class folder {place} has no {sample_kind}; add some, or "
@@ -168,10 +170,10 @@ def _list_files_by_class(dataset_name: str, folder: Path, sample_kind: Samples) 
     return by_class
 
 
-def divide_into_train_and_test(
+def divide_samples_into_train_and_test(
     dataset_name: str,
     train_and_test_by_class: tuple[SamplesByClass, SamplesByClass | None],
-    sample_kind: Samples,
+    sample_kind: SampleFileKind,
     test_share: float,
     seed: int,
 ) -> DividedSamples:
@@ -215,10 +217,10 @@ def divide_into_train_and_test(
             "not; add samples of it to the training set"
         )
 
-    def numbered(by_class: SamplesByClass) -> LabelledSamples:
+    def number_classes(by_class: SamplesByClass) -> LabelledSamples:
         return [(one, classes.index(label)) for label in by_class for one in by_class[label]]
 
-    return DividedSamples(numbered(train), numbered(test), len(classes))
+    return DividedSamples(number_classes(train), number_classes(test), len(classes))
 
 
 def read_image_folder(
@@ -237,15 +239,15 @@ def read_image_folder(
         test_share: Fraction of each class for the test set, but one image at least.
         seed: Seed of the division.
     """
-    by_class = list_class_folders(dataset_name, folder, IMAGES)
-    train, test, classes = divide_into_train_and_test(
+    by_class = list_train_and_test_files(dataset_name, folder, IMAGES)
+    train, test, classes = divide_samples_into_train_and_test(
         dataset_name, by_class, IMAGES, test_share, seed
     )
 
-    def split(images: LabelledSamples) -> Split:
-        return Split(len(images), _iter_image_chunks(dataset_name, images, size, channels))
+    def make_image_split(images: LabelledSamples) -> Split:
+        return Split(len(images), _iter_image_file_chunks(dataset_name, images, size, channels))
 
-    return Source(split(train), split(test), []), classes
+    return Source(make_image_split(train), make_image_split(test), []), classes
 
 
 def invalid_channels_reason(values: Mapping[str, Any]) -> str | None:
@@ -255,7 +257,7 @@ def invalid_channels_reason(values: Mapping[str, Any]) -> str | None:
     return f"channels = {values['channels']}: images become grey (1) or RGB (3)"
 
 
-def _iter_image_chunks(
+def _iter_image_file_chunks(
     dataset_name: str, labelled_files: Sequence[tuple[Path, int]], size: int, channels: int
 ) -> Iterator[InputsAndTargets]:
     import numpy as np
@@ -264,12 +266,12 @@ def _iter_image_chunks(
         for start in range(0, len(labelled_files), _CHUNK):
             chunk = labelled_files[start : start + _CHUNK]
             pixels = readers.map(
-                lambda one: _read_pixels(dataset_name, one[0], size, channels), chunk
+                lambda one: _read_image_pixels(dataset_name, one[0], size, channels), chunk
             )
             yield np.stack(list(pixels)), np.array([label for _, label in chunk])
 
 
-def _read_pixels(dataset_name: str, image_path: Path, size: int, channels: int) -> np.ndarray:
+def _read_image_pixels(dataset_name: str, image_path: Path, size: int, channels: int) -> np.ndarray:
     """Return the pixels of an image file as uint8 [channels, size, size]."""
     import numpy as np
     from PIL import Image
@@ -310,20 +312,22 @@ def read_text_files(
         sequence: Tokens per sample.
         test_share: Fraction of the tokens, at the end, for the test set.
     """
-    tokens, vocabulary = read_tokens(dataset_name, files, tokenizer)
-    train, test = split_text(dataset_name, tokens, vocabulary, sequence, test_share)
+    tokens, vocabulary = read_tokens_and_vocabulary_size(dataset_name, files, tokenizer)
+    train, test = split_text_into_train_and_test(
+        dataset_name, tokens, vocabulary, sequence, test_share
+    )
     return Source(
         cut_text_into_samples(train, sequence), cut_text_into_samples(test, sequence), []
     ), vocabulary
 
 
-def read_tokens(
+def read_tokens_and_vocabulary_size(
     dataset_name: str, files: Sequence[Path], tokenizer: Path | None
 ) -> tuple[np.ndarray, int]:
     """Return the tokens of text files, which are concatenated, and the number of different tokens."""
     import numpy as np
 
-    text = "".join(read_utf8(dataset_name, path) for path in files)
+    text = "".join(read_utf8_file(dataset_name, path) for path in files)
     if tokenizer is not None:
         opened = open_tokenizer(dataset_name, tokenizer)
         tokens = np.asarray(opened.encode(text, add_special_tokens=False).ids, np.int64)
@@ -335,7 +339,7 @@ def read_tokens(
     return tokens.astype(np.int32), vocabulary
 
 
-def split_text(
+def split_text_into_train_and_test(
     dataset_name: str, tokens: np.ndarray, vocabulary: int, sequence: int, test_share: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the training part and the test part of a text; the test part is its end.
@@ -366,7 +370,7 @@ def split_text(
     return parts
 
 
-def read_utf8(dataset_name: str, path: Path) -> str:
+def read_utf8_file(dataset_name: str, path: Path) -> str:
     """Return the text of a UTF-8 file. Raise DataError if the file cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")

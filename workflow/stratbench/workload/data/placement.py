@@ -91,11 +91,11 @@ class HostRows:
         self._turn = (self._turn + 1) % BUFFERED_BATCHES
         sources = [*self._arrays, *(augmentation_tables or ())]
         if len(slot.staged) != len(sources) or len(slot.staged[0]) != len(indices):
-            self._allocate_buffers(slot, sources, len(indices))
+            self._allocate_batch_buffers(slot, sources, len(indices))
         if self._on_cuda:
             slot.used = torch.cuda.Event()
             slot.used.record(torch.cuda.current_stream(self._device))
-        done = self._start_thread.submit(self._gather_rows, slot, sources, indices)
+        done = self._start_thread.submit(self._gather_batch_rows, slot, sources, indices)
         self._coming = _FetchedBatch(indices, augmentation_tables, slot, done)
 
     def take_fetched_batch(
@@ -127,7 +127,7 @@ class HostRows:
         inputs, targets, *drawn = coming.slot.arrived
         return inputs, targets, drawn or None
 
-    def _allocate_buffers(
+    def _allocate_batch_buffers(
         self, buffers: _BatchBuffers, arrays: Sequence[torch.Tensor], samples: int
     ) -> None:
         """Allocate the buffers of a batch again, for another number of samples."""
@@ -146,7 +146,7 @@ class HostRows:
             buffers.arrived = [torch.empty_like(t, device=self._device) for t in buffers.staged]
         buffers.copied = None
 
-    def _gather_rows(
+    def _gather_batch_rows(
         self, buffers: _BatchBuffers, arrays: Sequence[torch.Tensor], indices: torch.Tensor
     ) -> None:
         """Copy the samples of a batch into its host buffers, and start the copy to the device."""

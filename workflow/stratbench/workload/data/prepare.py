@@ -46,7 +46,9 @@ def prepare_data_set(
         DataError: If the data set cannot be prepared; the message has the remedy.
     """
     if own_data.is_own_data_set(spec):
-        return _prepare_own_data_set(own_data.read_own_data_in_job(name, spec), Path(out_dir), spec)
+        return _prepare_own_data_set(
+            own_data.read_own_data_specification_in_job(name, spec), Path(out_dir), spec
+        )
     facts = describe_data_set(name, spec)
     request = {
         "format": prepared.FORMAT,
@@ -62,7 +64,7 @@ def prepare_data_set(
         folder = Path(root).expanduser() if root else None
         return facts.open_source(folder, download_folder if download else None), facts
 
-    return _prepare_unless_intact(request, Path(out_dir), open_source)
+    return _prepare_data_set_unless_intact(request, Path(out_dir), open_source)
 
 
 def _prepare_own_data_set(
@@ -73,7 +75,9 @@ def _prepare_own_data_set(
     Raises:
         DataError: If the data or code have changed since `spec` was made.
     """
-    identity = json.loads(json.dumps(own_data_set.compute_identity(users_code.list_code_folders())))
+    identity = json.loads(
+        json.dumps(own_data_set.compute_data_set_identity(users_code.list_code_folders()))
+    )
     hashes = {key: spec[key] for key in ("sha256", "version") if key in spec}
     if any(identity[key] != value for key, value in hashes.items()):
         raise DataError(
@@ -93,10 +97,10 @@ def _prepare_own_data_set(
         of_texts = own_data_set.task, own_data_set.values.get("vocabulary")
         return source, Dataset(shape, classes, *samples, None, 0, False, *kinds, *of_texts)
 
-    return _prepare_unless_intact(request, out_dir, open_source)
+    return _prepare_data_set_unless_intact(request, out_dir, open_source)
 
 
-def _prepare_unless_intact(
+def _prepare_data_set_unless_intact(
     requested_metadata: Mapping[str, Any],
     out_dir: Path,
     open_source: Callable[[Path], tuple[Source, Dataset]],
@@ -108,7 +112,7 @@ def _prepare_unless_intact(
         out_dir: Folder to write.
         open_source: Opens the samples, given a folder for downloads.
     """
-    if (intact := prepared.read_intact_meta(out_dir, requested_metadata)) is not None:
+    if (intact := prepared.read_metadata_if_intact(out_dir, requested_metadata)) is not None:
         return intact
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with create_temporary_locked_folder(out_dir.parent, f".{out_dir.name}.", ".partial") as scratch:
@@ -120,7 +124,7 @@ def _prepare_unless_intact(
         return prepared.install_data_set(built, out_dir, requested_metadata)
 
 
-def _parse_spec(json_text: str) -> dict[str, Any] | None:
+def _parse_data_set_specification(json_text: str) -> dict[str, Any] | None:
     try:
         spec = json.loads(json_text)
     except ValueError as error:
@@ -153,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--spec",
-        type=_parse_spec,
+        type=_parse_data_set_specification,
         help="specification of the data set in JSON, as in config.yaml; null: a built-in data set",
     )
     options = parser.parse_args(arguments)

@@ -107,7 +107,7 @@ def write_data_set(
             )
         inputs.flush()
         targets.flush()
-    moments_meta = {} if moments is None else moments.as_metadata()
+    moments_meta = {} if moments is None else moments.compute_mean_and_std()
     if 0 in moments_meta.get("std", ()):
         raise DataError(
             f"data set {requested_metadata['name']!r}: channel {moments_meta['std'].index(0)} has the same "
@@ -127,7 +127,7 @@ def write_data_set(
         "generated": source.generated,
         "sources": source.files,
         "sha256": _hash_arrays(folder),
-        "arrays": {array: _get_size_and_time(folder, array) for array in ARRAYS},
+        "arrays": {array: _get_file_size_and_time(folder, array) for array in ARRAYS},
     }
     path = folder / format_meta_file_name(requested_metadata["spec"])
     path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -148,7 +148,7 @@ class _ByteMoments:
         channels = images.swapaxes(0, 1)
         self._counts += [np.bincount(c.ravel(), minlength=256) for c in channels]
 
-    def as_metadata(self) -> dict[str, list[float]]:
+    def compute_mean_and_std(self) -> dict[str, list[float]]:
         import numpy as np
 
         values, share = np.arange(256) / 255, self._counts / self._counts.sum(1, keepdims=True)
@@ -180,13 +180,13 @@ class _FloatMoments:
         self._mean += (mean - self._mean) * n / (self._n + n)
         self._n += n
 
-    def as_metadata(self) -> dict[str, list[float]]:
+    def compute_mean_and_std(self) -> dict[str, list[float]]:
         import numpy as np
 
         return {"mean": self._mean.tolist(), "std": np.sqrt(self._squares / self._n).tolist()}
 
 
-def _get_size_and_time(folder: Path, array_name: str) -> list[int]:
+def _get_file_size_and_time(folder: Path, array_name: str) -> list[int]:
     """Return the size of an array's file in bytes, and the file's modification time in ns.
 
     Raises:
@@ -204,17 +204,19 @@ def _hash_arrays(folder: Path) -> str:
     digest = hashlib.sha256()
     for array in ARRAYS:
         # This call raises DataError for a FIFO, because reading it would wait forever.
-        _get_size_and_time(folder, array)
+        _get_file_size_and_time(folder, array)
         with (folder / f"{array}.npy").open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
 
 
-def read_intact_meta(folder: Path, requested_metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+def read_metadata_if_intact(
+    folder: Path, requested_metadata: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Return the metadata of a prepared data set, or None if it is damaged or not the requested one."""
     try:
-        meta = _read_meta_file(folder)
+        meta = _read_metadata_file(folder)
         same = all(meta[key] == value for key, value in requested_metadata.items())
         return meta if same and meta["sha256"] == _hash_arrays(folder) else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -241,16 +243,16 @@ def install_data_set(
     while True:
         try:
             os.replace(new_folder, target_folder)
-            return _read_meta_file(target_folder)
+            return _read_metadata_file(target_folder)
         except OSError as error:
             if not target_folder.exists():
                 raise DataError(f"{target_folder}: cannot be written: {error.strerror}") from error
-        if (other := read_intact_meta(target_folder, requested_metadata)) is not None:
+        if (other := read_metadata_if_intact(target_folder, requested_metadata)) is not None:
             return other
-        _move_old_data_aside(target_folder, new_folder.parent)
+        _move_old_data_set(target_folder, new_folder.parent)
 
 
-def _move_old_data_aside(folder: Path, aside_folder: Path) -> None:
+def _move_old_data_set(folder: Path, aside_folder: Path) -> None:
     try:
         foreign = sorted(e.name for e in folder.iterdir() if not OURS.fullmatch(e.name))
         if foreign:
@@ -265,7 +267,7 @@ def _move_old_data_aside(folder: Path, aside_folder: Path) -> None:
         return  # another process has already moved the folder
 
 
-def _read_meta_file(folder: Path) -> dict[str, Any]:
+def _read_metadata_file(folder: Path) -> dict[str, Any]:
     """Return the content of the metadata file of a prepared data set.
 
     Raises:
@@ -278,19 +280,19 @@ def _read_meta_file(folder: Path) -> dict[str, Any]:
     return read_json(paths[0])
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
+def read_unverified_metadata(folder: Path) -> dict[str, Any]:
     """Return the metadata of a prepared data set, without a check of its arrays.
 
     Raises:
         DataError: If the metadata are missing or unreadable.
     """
     try:
-        return _read_meta_file(folder)
+        return _read_metadata_file(folder)
     except (OSError, ValueError) as error:
         raise _make_incomplete_data_error(folder, error) from error
 
 
-def read_verified_meta(folder: Path) -> dict[str, Any]:
+def read_verified_metadata(folder: Path) -> dict[str, Any]:
     """Return the metadata of a prepared data set, after checking that its arrays are unchanged.
 
     The arrays are read only if a size or modification time differs, as after a copy or a change.
@@ -299,8 +301,8 @@ def read_verified_meta(folder: Path) -> dict[str, Any]:
         DataError: If a file is missing, or the arrays have another SHA-256.
     """
     try:
-        meta = _read_meta_file(folder)
-        now = {array: _get_size_and_time(folder, array) for array in ARRAYS}
+        meta = _read_metadata_file(folder)
+        now = {array: _get_file_size_and_time(folder, array) for array in ARRAYS}
         recorded = meta.get("arrays", {})
         changed = [array for array in ARRAYS if now[array] != recorded.get(array)]
         if changed and _hash_arrays(folder) != meta["sha256"]:
@@ -332,9 +334,9 @@ def read_data_set(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     import numpy as np
 
     try:
-        meta = _read_meta_file(folder)
+        meta = _read_metadata_file(folder)
         for array in ARRAYS:
-            _get_size_and_time(folder, array)
+            _get_file_size_and_time(folder, array)
         # Copy-on-write mapping ("c") gives PyTorch writable arrays, and never changes the files.
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         for split in ("train", "test"):
@@ -351,7 +353,7 @@ def read_data_set(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
                     f"the shape of {split}_targets.npy does not match {split}_inputs.npy"
                 )
         # Another process may have replaced the folder, so that the arrays do not fit the metadata.
-        if _read_meta_file(folder) != meta:
+        if _read_metadata_file(folder) != meta:
             raise ValueError("the folder was replaced while it was read")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _make_incomplete_data_error(folder, error) from error

@@ -159,7 +159,7 @@ def download_and_verify_files(
     try:
         if download_folder is not None:
             for filename, md5 in md5_by_file.items():
-                _fetch_from_mirrors(mirrors, filename, md5, download_folder)
+                _download_from_mirrors(mirrors, filename, md5, download_folder)
             return download_folder
     except DataError as error:
         failure = str(error)
@@ -176,14 +176,14 @@ def download_and_verify_files(
     )
 
 
-def _fetch_from_mirrors(mirrors: Sequence[str], filename: str, md5: str, folder: Path) -> None:
+def _download_from_mirrors(mirrors: Sequence[str], filename: str, md5: str, folder: Path) -> None:
     # `http` is imported only here, because most processes that import this module download nothing.
     from http.client import HTTPException
 
     failures = []
     for mirror in mirrors:
         try:
-            _download(mirror + filename, folder / filename)
+            _download_file(mirror + filename, folder / filename)
             read_verified_file(folder / filename, md5)
             return
         except (OSError, ValueError, HTTPException) as error:
@@ -192,7 +192,7 @@ def _fetch_from_mirrors(mirrors: Sequence[str], filename: str, md5: str, folder:
     raise DataError("Downloading failed:" + "".join(failures))
 
 
-def _download(url: str, target: Path) -> None:
+def _download_file(url: str, target: Path) -> None:
     import urllib.request
 
     with (
@@ -211,7 +211,7 @@ def _download(url: str, target: Path) -> None:
             bar.update(len(block))
 
 
-def _describe_file(path: Path, md5: str) -> dict[str, Any]:
+def _describe_source_file(path: Path, md5: str) -> dict[str, Any]:
     return {"file": path.name, "md5": md5, "bytes": path.stat().st_size}
 
 
@@ -245,11 +245,11 @@ def read_mnist_folder(folder: Path) -> Source:
         content = b""
         if compressed.exists():
             content = gzip.decompress(read_verified_file(compressed, gz_md5))
-            files.append(_describe_file(compressed, gz_md5))
+            files.append(_describe_source_file(compressed, gz_md5))
         if plain.exists():
             content = read_verified_file(plain, raw_md5)
-            files.append(_describe_file(plain, raw_md5))
-        arrays[name] = _parse_idx(content, name)
+            files.append(_describe_source_file(plain, raw_md5))
+        arrays[name] = _parse_idx_array(content, name)
     (train_images, train_labels, test_images, test_labels) = arrays.values()
     return Source(
         Split(len(train_labels), iter([(train_images[:, None], train_labels)])),
@@ -258,7 +258,7 @@ def read_mnist_folder(folder: Path) -> Source:
     )
 
 
-def _parse_idx(content: bytes, file_name: str) -> np.ndarray:
+def _parse_idx_array(content: bytes, file_name: str) -> np.ndarray:
     """Return the array of an IDX file.
 
     The file consists of bytes 0, 0, 8 (uint8), the number of axes, lengths and values.
@@ -287,7 +287,7 @@ def load_cifar10(root: Path | None, download_folder: Path | None) -> Source:
                 batch: read_verified_file(folder / batch, md5)
                 for batch, md5 in CIFAR10_FILES.items()
             },
-            [_describe_file(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()],
+            [_describe_source_file(folder / batch, md5) for batch, md5 in CIFAR10_FILES.items()],
         )
     if root and (root / name).exists():
         archive = root / name
@@ -304,7 +304,7 @@ def load_cifar10(root: Path | None, download_folder: Path | None) -> Source:
             / name
         )
     return _make_cifar10_source(
-        _unpack_cifar10(read_verified_file(archive, md5)), [_describe_file(archive, md5)]
+        _unpack_cifar10(read_verified_file(archive, md5)), [_describe_source_file(archive, md5)]
     )
 
 
@@ -376,7 +376,7 @@ def load_tinyshakespeare(root: Path | None, download_folder: Path | None, sequen
     content = np.frombuffer(read_verified_file(folder / name, md5), np.uint8)
     _, tokens = np.unique(content, return_inverse=True)
     train, test = np.split(tokens.astype(np.uint8), [SHAKESPEARE_TOKENS[0]])
-    files = [_describe_file(folder / name, md5)]
+    files = [_describe_source_file(folder / name, md5)]
     return Source(
         cut_text_into_samples(train, sequence), cut_text_into_samples(test, sequence), files
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stratbench.workload.torch_internals import (
     TorchDispatchMode,
-    get_arguments,
+    get_schema_arguments,
     get_buffers,
     get_storage_key,
     get_write_count,
@@ -35,29 +35,31 @@ class Attributes:
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
         self._names = None if names is None else frozenset(names)
         self._modules = {
-            prefix: (m, _list_user_attributes(m)) for prefix, m in model.named_modules()
+            prefix: (m, _get_user_attributes(m)) for prefix, m in model.named_modules()
         }
         self._kept = {
             (prefix, key): _SavedValue(value)
             for prefix, (_, own) in self._modules.items()
             for key, value in own.items()
-            if self._is_included(prefix, key)
+            if self._is_attribute_included(prefix, key)
         }
 
-    def _is_included(self, prefix: str, key: str) -> bool:
-        return self._names is None or _join_path(prefix, key) in self._names
+    def _is_attribute_included(self, prefix: str, key: str) -> bool:
+        return self._names is None or _join_attribute_path(prefix, key) in self._names
 
-    def list_changed_paths(self) -> list[str]:
+    def list_changed_attribute_paths(self) -> list[str]:
         """Return the paths of the attributes that were changed, added or removed since the copy."""
         return [
-            _join_path(prefix, key)
+            _join_attribute_path(prefix, key)
             for prefix, (module, own) in self._modules.items()
-            for key in dict.fromkeys((*own, *_list_user_attributes(module)))
-            if self._is_included(prefix, key)
-            and self._has_changed(prefix, key, _list_user_attributes(module))
+            for key in dict.fromkeys((*own, *_get_user_attributes(module)))
+            if self._is_attribute_included(prefix, key)
+            and self._has_attribute_changed(prefix, key, _get_user_attributes(module))
         ]
 
-    def _has_changed(self, prefix: str, key: str, current_attributes: Mapping[str, Any]) -> bool:
+    def _has_attribute_changed(
+        self, prefix: str, key: str, current_attributes: Mapping[str, Any]
+    ) -> bool:
         saved = self._kept.get((prefix, key))
         return (
             saved is None
@@ -65,25 +67,25 @@ class Attributes:
             or saved.differs_from(current_attributes[key])
         )
 
-    def put_back(self) -> None:
+    def restore_plain_attributes(self) -> None:
         """Restore each attribute to the object that was copied, and the content of this object."""
         for prefix, (module, own) in self._modules.items():
             for key in [
                 k
-                for k in _list_user_attributes(module)
-                if k not in own and self._is_included(prefix, k)
+                for k in _get_user_attributes(module)
+                if k not in own and self._is_attribute_included(prefix, k)
             ]:
                 del vars(module)[key]
         for (prefix, key), saved in self._kept.items():
-            vars(self._modules[prefix][0])[key] = saved.put_back()
+            vars(self._modules[prefix][0])[key] = saved.restore_value()
 
 
-def _list_user_attributes(module: nn.Module) -> dict[str, Any]:
+def _get_user_attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module that its user's code has set, except submodules."""
     return {k: v for k, v in vars(module).items() if k not in _OWN and not isinstance(v, nn.Module)}
 
 
-def _join_path(prefix: str, key: str) -> str:
+def _join_attribute_path(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
@@ -127,7 +129,7 @@ class _SavedValue:
             )
         return any(k.differs_from(v) for k, v in zip(content, current_value, strict=True))
 
-    def put_back(self) -> Any:
+    def restore_value(self) -> Any:
         value, content = self.value, self._content
         if isinstance(content, Tensor):
             if get_write_count(value) != self._version:
@@ -166,7 +168,14 @@ class Changes(TorchDispatchMode):
             self._by_storage.setdefault(get_storage_key(p.untyped_storage()), []).append((name, p))
         self._parameters: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._buffers = [
-            (module, key, _join_path(prefix, key), b, b.detach().clone(), get_write_count(b))
+            (
+                module,
+                key,
+                _join_attribute_path(prefix, key),
+                b,
+                b.detach().clone(),
+                get_write_count(b),
+            )
             for prefix, module in model.named_modules()
             for key, b in module.named_buffers(recurse=False)
         ]
@@ -198,13 +207,13 @@ class Changes(TorchDispatchMode):
     @property
     def changed_attributes(self) -> list[str]:
         """Paths of the model's other attributes that were changed."""
-        return self._attributes.list_changed_paths()
+        return self._attributes.list_changed_attribute_paths()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.draws = self.draws or _draws_random_numbers(func, args, kwargs)
-        for t in _iter_written_tensors(func, args, kwargs):
+            self.draws = self.draws or _operator_draws_random_numbers(func, args, kwargs)
+        for t in _iter_tensors_written_by(func, args, kwargs):
             for name, p in self._by_storage.get(get_storage_key(t.untyped_storage()), ()):
                 if name not in self._parameters:
                     self._parameters[name] = p, p.detach().clone()
@@ -215,7 +224,7 @@ class Changes(TorchDispatchMode):
         by_name = dict(self.model.named_parameters())
         return {name: by_name[name].detach().clone() for name in names}
 
-    def put_back(self, float_buffers: bool = True, other_state: bool = True) -> None:
+    def restore_model(self, float_buffers: bool = True, other_state: bool = True) -> None:
         """Restore the model's parameters and, if requested, its buffers and other attributes.
 
         Args:
@@ -233,25 +242,25 @@ class Changes(TorchDispatchMode):
                     tensor.copy_(before)
                     self._buffers[i] = (module, key, name, tensor, before, get_write_count(tensor))
         if other_state:
-            self._attributes.put_back()
+            self._attributes.restore_plain_attributes()
 
 
-def _iter_written_tensors(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _iter_tensors_written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operator's arguments to which it writes."""
     if not has_mutable_argument(func):
         return
-    for i, argument in enumerate(get_arguments(func)):
+    for i, argument in enumerate(get_schema_arguments(func)):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _draws_random_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _operator_draws_random_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operator draws random numbers with these arguments.
 
     Dropout with a probability of 0 and evaluation draw none.
     """
-    for i, argument in enumerate(get_arguments(func)):
+    for i, argument in enumerate(get_schema_arguments(func)):
         if argument.name in ("dropout_p", "p"):
             p = args[i] if i < len(args) else kwargs.get(argument.name, 0)
             return isinstance(p, Tensor) or p != 0

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from stratbench.workload.network.sharding import ShardGroups
-from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, get_arguments
+from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, get_schema_arguments
 
 aten = torch.ops.aten
 #: Matrix products. The mode `selective` stores the result of every second one, as torchtitan does.
@@ -28,7 +28,7 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.linear.default, aten.convo
 _under_way = 0
 
 
-def is_recomputing() -> bool:
+def is_recomputing_block() -> bool:
     """Return whether backward is recomputing a checkpointed block at the moment."""
     return _under_way > 0
 
@@ -65,18 +65,18 @@ def checkpoint_blocks(shard_groups: ShardGroups, checkpointing_mode: bool | str 
     for block in blocks:
         norms = [m for m in block.modules() if isinstance(m, BatchNorm)]
         block.forward = partial(
-            _forward_checkpointed, block.forward, norms, checkpointing_mode == "selective"
+            _call_forward_checkpointed, block.forward, norms, checkpointing_mode == "selective"
         )
     return len(blocks)
 
 
-def run_checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+def call_with_recomputation(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function such that backward recomputes its activations instead of storing them."""
-    contexts = partial(_make_contexts, [], False)
+    contexts = partial(_make_checkpoint_contexts, [], False)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _forward_checkpointed(
+def _call_forward_checkpointed(
     forward: Callable[..., Any],
     norms: list[BatchNorm],
     is_selective: bool,
@@ -85,7 +85,7 @@ def _forward_checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = partial(_make_contexts, norms, is_selective)
+    contexts = partial(_make_checkpoint_contexts, norms, is_selective)
     if torch.compiler.is_compiling():
         # Compiled code does not update buffers in the recomputation, and supports no contexts of our own.
         if not is_selective:
@@ -98,7 +98,7 @@ def _forward_checkpointed(
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _make_contexts(
+def _make_checkpoint_contexts(
     norms: list[BatchNorm], is_selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the context managers for a checkpointed block's forward and for its recomputation."""
@@ -117,22 +117,22 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
     """
     products = {False: 0, True: 0}
 
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = op in KEPT_BY_SELECTIVE and not _has_attention_dropout(op, args, kwargs)
+    def decide_storage(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = op in KEPT_BY_SELECTIVE and not _is_attention_with_dropout(op, args, kwargs)
         if op in PRODUCTS:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return policy
+    return decide_storage
 
 
-def _has_attention_dropout(op: Any, args: Any, kwargs: Any) -> bool:
+def _is_attention_with_dropout(op: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an operator is attention with dropout.
 
     Its result must not be stored, since the recomputation would then draw other random numbers.
     """
-    names = [argument.name for argument in get_arguments(op)]
+    names = [argument.name for argument in get_schema_arguments(op)]
     return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
 
 

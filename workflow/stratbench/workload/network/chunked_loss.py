@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stratbench.workload.generators import restore_random_generators
 from stratbench.workload.network.changes import Changes
-from stratbench.workload.network.checkpointing import run_checkpointed
+from stratbench.workload.network.checkpointing import call_with_recomputation
 from stratbench.workload.users_code import Refused
 
 #: Reason why a model's loss cannot be computed in chunks.
@@ -44,13 +44,13 @@ class ChunkedLoss:
         chunks: int,
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        head = find_head(model, tokens)
+        head = find_output_layer(model, tokens)
         self._chunks, self._loss, self._scores = chunks, loss, head.forward
         self._targets: Tensor | None = None
-        head.forward = self._forward_loss
+        head.forward = self._compute_loss_in_chunks
 
     @contextmanager
-    def compute_loss_against(self, targets: Tensor) -> Iterator[None]:
+    def replace_scores_by_loss(self, targets: Tensor) -> Iterator[None]:
         """Make the model return its mean loss for the given targets until the block ends."""
         self._targets = targets
         try:
@@ -58,24 +58,27 @@ class ChunkedLoss:
         finally:
             self._targets = None
 
-    def _forward_loss(self, hidden: Tensor) -> Tensor:
+    def _compute_loss_in_chunks(self, hidden: Tensor) -> Tensor:
         if self._targets is None:
             return self._scores(hidden)
         targets = self._targets
         parts = zip(hidden.chunk(self._chunks, 1), targets.chunk(self._chunks, 1), strict=True)
         return (
-            sum(run_checkpointed(self._sum_loss, part, own) for part, own in parts)
+            sum(
+                call_with_recomputation(self._compute_loss_sum_of_chunk, part, own)
+                for part, own in parts
+            )
             / targets.numel()
         )
 
-    def _sum_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _compute_loss_sum_of_chunk(self, hidden: Tensor, targets: Tensor) -> Tensor:
         scores = self._scores(hidden)
         # Scores with 16 bits are converted, so that the loss is computed in float32.
         scores = scores.float() if scores.element_size() == 2 else scores
         return self._loss(scores, targets) * targets.numel()
 
 
-def find_head(model: nn.Module, tokens: Tensor) -> nn.Linear:
+def find_output_layer(model: nn.Module, tokens: Tensor) -> nn.Linear:
     """Return the linear layer whose output is the model's output. Raise Refused without one."""
     outputs: list[tuple[nn.Linear, Tensor]] = []
     hooks = [

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from stratbench.cell.extensions import import_attribute, load_extensions
 from stratbench.cell.text.words import format_wrong_value
-from stratbench.workload.users_code import Unsuitable, get_top_module
+from stratbench.workload.users_code import Unsuitable, get_top_level_module
 
 #: Libraries of models. An entry of `models` names a model by the key of its library.
 LIBRARIES = ("transformers", "timm")
@@ -91,7 +91,7 @@ class Library:
 
 def find_library_of_call(call: str) -> Library:
     """Return the interface to the library that a call names, or the base class for other packages."""
-    package = get_top_module(call)
+    package = get_top_level_module(call)
     names = (e.libraries[package] for e in load_extensions().values() if package in e.libraries)
     return import_attribute(next(names, f"{__name__}:Library"))()
 

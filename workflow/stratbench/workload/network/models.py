@@ -16,7 +16,7 @@ from stratbench.workload import users_code
 from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.network import libraries, own
 from stratbench.workload.network.own import OwnModel
-from stratbench.workload.network.registry import FAMILIES, MODELS, Model, get_metadata
+from stratbench.workload.network.registry import FAMILIES, MODELS, Model, get_model_metadata
 
 if TYPE_CHECKING:
     import torch
@@ -82,9 +82,9 @@ def get_model_specification(name: str, entries: Mapping[str, Any]) -> dict[str, 
     return dict(entries.get(name, call))
 
 
-def check_sample_kind(model_or_name: str | Model, sample_kind: str) -> None:
+def check_model_takes_sample_kind(model_or_name: str | Model, sample_kind: str) -> None:
     """Raise ValueError if a model does not take samples of the given kind, such as `texts`."""
-    reads_text = get_metadata(model_or_name).reads_text
+    reads_text = get_model_metadata(model_or_name).reads_text
     reads = "texts" if reads_text else "images"
     if reads_text is not None and reads != sample_kind:
         raise ValueError(
@@ -101,8 +101,8 @@ def compute_input_shape(model_or_name: str | Model, shape: tuple[int, ...]) -> t
     Raises:
         ValueError: If the model does not take such samples.
     """
-    check_sample_kind(model_or_name, get_sample_kind(shape))
-    model, name = get_metadata(model_or_name), _get_model_name(model_or_name)
+    check_model_takes_sample_kind(model_or_name, get_sample_kind(shape))
+    model, name = get_model_metadata(model_or_name), _get_model_name(model_or_name)
     if model.reads_text is None:
         return tuple(shape)
     if model.reads_text:
@@ -135,7 +135,7 @@ def build_model(
         classes: Number of classes or tokens.
         shape: Shape of the input, from `compute_input_shape`.
     """
-    model = get_metadata(model_or_name)
+    model = get_model_metadata(model_or_name)
     import_torchvision()
     if model.own_model:
         return own.build_own_model(model.own_model, classes, shape)
@@ -168,10 +168,10 @@ def build_fake_model(model_or_name: str | Model, classes: int, shape: tuple[int,
     from stratbench.workload.torch_internals import unset_fake_temporarily
 
     try:
-        with _skip_random_weights():
+        with _skip_drawing_weights():
             return build_model(model_or_name, classes, shape)
     except users_code.ModelError:
-        with unset_fake_temporarily(), _skip_random_weights():
+        with unset_fake_temporarily(), _skip_drawing_weights():
             made = build_model(model_or_name, classes, shape)
         replace_model_tensors(
             made, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
@@ -180,7 +180,7 @@ def build_fake_model(model_or_name: str | Model, classes: int, shape: tuple[int,
 
 
 @contextmanager
-def _skip_random_weights() -> Iterator[None]:
+def _skip_drawing_weights() -> Iterator[None]:
     """Skip the random initialisation of weights within the block, so that no memory is written."""
     from torch.overrides import TorchFunctionMode
 
@@ -199,7 +199,7 @@ def _skip_random_weights() -> Iterator[None]:
         yield
 
 
-def build_for_training(
+def build_model_for_training(
     model_or_name: str | Model,
     classes: int,
     shape: tuple[int, ...],
@@ -231,7 +231,7 @@ def build_for_training(
 
     seed_random_generators(seed)
     model = build_function(model_or_name, classes, shape)
-    _made_in[model] = _list_parameter_formats(model)
+    _made_in[model] = _list_parameter_dtypes(model)
     move_model_tensors(model, device, dtype)
     model.train()
     if checkpointing_mode:
@@ -240,7 +240,7 @@ def build_for_training(
             list_checkpointable_blocks,
         )
 
-        groups = list_wrap_groups(model_or_name, model)
+        groups = list_shard_groups(model_or_name, model)
         if not checkpoint_blocks(groups, checkpointing_mode):
             count = len(list_checkpointable_blocks(groups))
             too_few = (
@@ -248,7 +248,7 @@ def build_for_training(
                 "lower N"
             )
             why_not_checkpointed = too_few if count else NO_BLOCKS
-            model_label = get_metadata(model_or_name).own_model or model_or_name
+            model_label = get_model_metadata(model_or_name).own_model or model_or_name
             raise users_code.ModelError(f"{model_label}: {why_not_checkpointed}")
     return model
 
@@ -257,28 +257,28 @@ def build_for_training(
 _made_in: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 
-def _list_parameter_formats(model: nn.Module) -> tuple[str, ...]:
+def _list_parameter_dtypes(model: nn.Module) -> tuple[str, ...]:
     real = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return tuple(sorted(str(dtype).removeprefix("torch.") for dtype in real))
 
 
-def changed_formats_reason(model: nn.Module) -> str | None:
+def changed_parameter_dtypes_reason(model: nn.Module) -> str | None:
     """Return a message if a model's code creates parameters in another number format than training.
 
     Return None for the usual float32, which the user's code need not have chosen.
     """
     others = [
-        f for f in _made_in.get(model, ()) if f not in ("float32", *_list_parameter_formats(model))
+        f for f in _made_in.get(model, ()) if f not in ("float32", *_list_parameter_dtypes(model))
     ]
     if not others:
         return None
     return (
         f"its code creates parameters in {', '.join(others)}, but all strategies train them in "
-        f"{', '.join(_list_parameter_formats(model))} (`precision`)"
+        f"{', '.join(_list_parameter_dtypes(model))} (`precision`)"
     )
 
 
-def take_model_trial(
+def run_model_trial(
     model_or_name: str | Model,
     model: nn.Module,
     classes: int,
@@ -311,7 +311,7 @@ def take_model_trial(
 
     device = next(model.parameters()).device
     values, layout = tasks.has_value_targets(task), torch.contiguous_format
-    own = get_metadata(model_or_name).own_model
+    own = get_model_metadata(model_or_name).own_model
     vocabulary = own and own.vocabulary
     x, y = make_example_batch(
         trial.SAMPLES, shape, classes, device, dtype, layout, values, vocabulary is not None
@@ -320,11 +320,11 @@ def take_model_trial(
     outputs = tasks.compute_output_shape(task, y.shape, getattr(model, "scores", classes))
     try:
         tokens = vocabulary or classes
-        return trial.take_trial(
+        return trial.run_trial_steps(
             describe_model(model_or_name), model, x, y, outputs, shard_groups, tokens
         )
     except users_code.ModelError as e:
-        if "dtype" not in str(e) or (formats := changed_formats_reason(model)) is None:
+        if "dtype" not in str(e) or (formats := changed_parameter_dtypes_reason(model)) is None:
             raise
         cast = "cast a layer's input to the dtype of its weight"
         raise type(e)(f"{e}; {formats}: {cast}") from e
@@ -332,13 +332,13 @@ def take_model_trial(
 
 def is_built_by_user_program(model_or_name: str | Model) -> bool:
     """Return whether only a user's own training program can build the model."""
-    own = get_metadata(model_or_name).own_model
+    own = get_model_metadata(model_or_name).own_model
     return own is not None and own.call == libraries.NAME_ALONE
 
 
 def describe_model(model_or_name: str | Model) -> str:
     """Return the text that names a model in a sentence."""
-    own = get_metadata(model_or_name).own_model
+    own = get_model_metadata(model_or_name).own_model
     return str(own) if own is not None else f"model {_get_model_name(model_or_name)!r}"
 
 
@@ -386,20 +386,20 @@ def replace_model_tensors(model: nn.Module, replacement: Callable[[Tensor], Tens
             setattr(module, key, replacement(b))
 
 
-def list_wrap_groups(model_or_name: str | Model, model: nn.Module) -> ShardGroups:
+def list_shard_groups(model_or_name: str | Model, model: nn.Module) -> ShardGroups:
     """Return a model's shard groups in the order of forward, each with a label and its modules.
 
     `sharding` defines the groups of a user's model. Other models have the blocks of their family. In VGG, the
     convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,
     head) are sharded with the root.
     """
-    if (own := get_metadata(model_or_name).own_model) is not None:
+    if (own := get_model_metadata(model_or_name).own_model) is not None:
         from stratbench.workload.network import sharding
 
         if shard := own.wrap_classes or sharding.find_declared_wrap_classes(model):
-            return sharding.group_by_class(model, shard, own)
-        return sharding.group_by_size(model)
-    family = get_metadata(model_or_name).family
+            return sharding.group_modules_by_class(model, shard, own)
+        return sharding.group_modules_by_size(model)
+    family = get_model_metadata(model_or_name).family
     if family == "vgg":
         return _group_vgg_layers(model)
     blocks = tuple(import_attribute(path) for path in FAMILIES[family].block_classes)
@@ -413,11 +413,11 @@ def describe_sharding_rule(model_or_name: str | Model, built_model: nn.Module | 
         model_or_name: The model.
         built_model: The built model, if any.
     """
-    model = get_metadata(model_or_name)
+    model = get_model_metadata(model_or_name)
     if model.own_model:
         from stratbench.workload.network import sharding
 
-        return sharding.describe_sharding_groups(
+        return sharding.describe_shard_group_rule(
             model.own_model.wrap_classes
             or (built_model and sharding.find_declared_wrap_classes(built_model))
         )
@@ -439,7 +439,7 @@ def _group_vgg_layers(model: nn.Module) -> ShardGroups:
     return groups + [(f"classifier.{i}", [module]) for i, module in linear]
 
 
-def describe_own_model(
+def describe_own_model_for_record(
     model: Model, built_model: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return a record's entry on a user's model: call arguments and rule of its shard groups.
@@ -451,7 +451,7 @@ def describe_own_model(
         shape: Shape of the input.
     """
     return {
-        "arguments": own.collect_arguments(model.own_model, classes, shape),
+        "arguments": own.collect_call_arguments(model.own_model, classes, shape),
         "sharding": describe_sharding_rule(model, built_model),
     }
 

@@ -21,7 +21,7 @@ from stratbench.workload.users_code import (
     ModelError,
     Unsuitable,
     format_user_error,
-    import_callable,
+    import_user_callable,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def list_torchvision_names() -> frozenset[str]:
     return frozenset(name for text in texts for name in pattern.findall(text))
 
 
-def compute_data_values(
+def collect_data_values(
     classes: int, shape: Sequence[int], vocabulary: int | None = None
 ) -> dict[str, Any]:
     """Return values that follow from a data set, such as the number of classes, by role.
@@ -110,16 +110,16 @@ def compute_data_values(
     return {"classes": classes, "channels": channels, "size": size}
 
 
-def fill_data_values(argument: Any, data_values: Mapping[str, Any]) -> Any:
+def insert_data_values(argument: Any, data_values: Mapping[str, Any]) -> Any:
     """Return an argument in which each text `$ROLE` is replaced by the value of the data set.
 
     Raises:
         ValueError: If the data set has no value for a role in the argument.
     """
     if isinstance(argument, dict):
-        return {key: fill_data_values(inner, data_values) for key, inner in argument.items()}
+        return {key: insert_data_values(inner, data_values) for key, inner in argument.items()}
     if isinstance(argument, list):
-        return [fill_data_values(inner, data_values) for inner in argument]
+        return [insert_data_values(inner, data_values) for inner in argument]
     if isinstance(argument, str) and argument.startswith("$"):
         if argument[1:] not in data_values:
             known = ", ".join(f"${role}" for role in data_values)
@@ -130,7 +130,9 @@ def fill_data_values(argument: Any, data_values: Mapping[str, Any]) -> Any:
     return argument
 
 
-def collect_arguments(own_model: OwnModel, classes: int, shape: Sequence[int]) -> dict[str, Any]:
+def collect_call_arguments(
+    own_model: OwnModel, classes: int, shape: Sequence[int]
+) -> dict[str, Any]:
     """Return the arguments of the call that builds a user's model.
 
     They are those of the config, and values of the data set for parameters with the names in ROLES. A
@@ -141,9 +143,9 @@ def collect_arguments(own_model: OwnModel, classes: int, shape: Sequence[int]) -
         classes: Number of classes or tokens.
         shape: Shape of the input.
     """
-    function = _get_builder(own_model)
-    facts = compute_data_values(classes, shape, own_model.vocabulary)
-    kwargs = fill_data_values(own_model.kwargs, facts)
+    function = _get_model_builder(own_model)
+    facts = collect_data_values(classes, shape, own_model.vocabulary)
+    kwargs = insert_data_values(own_model.kwargs, facts)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # functions written in C may have no signature
@@ -164,10 +166,10 @@ def collect_arguments(own_model: OwnModel, classes: int, shape: Sequence[int]) -
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
         filled |= find_library_of_call(own_model.call).list_data_arguments(kwargs, facts)
-    return filled | _list_torchvision_arguments(own_model, shape) | kwargs
+    return filled | _list_further_torchvision_arguments(own_model, shape) | kwargs
 
 
-def _get_builder(own_model: OwnModel) -> Callable[..., Any]:
+def _get_model_builder(own_model: OwnModel) -> Callable[..., Any]:
     """Return the function that builds a user's model, or a model of a library.
 
     Raises:
@@ -176,10 +178,12 @@ def _get_builder(own_model: OwnModel) -> Callable[..., Any]:
     library = find_library_of_call(own_model.call)
     if fault := library.invalid_call_reason({"call": own_model.call, "kwargs": own_model.kwargs}):
         raise ModelError(f"{own_model}: {fault}")
-    return library.find_builder(import_callable(own_model))
+    return library.find_builder(import_user_callable(own_model))
 
 
-def _list_torchvision_arguments(own_model: OwnModel, shape: Sequence[int]) -> dict[str, Any]:
+def _list_further_torchvision_arguments(
+    own_model: OwnModel, shape: Sequence[int]
+) -> dict[str, Any]:
     """Return the additional arguments that some of torchvision's models need."""
     name = own_model.torchvision_name or ""
     if name.startswith("vit_"):
@@ -206,8 +210,8 @@ def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> 
 
     kwargs: dict[str, Any] = {}
     try:
-        kwargs = collect_arguments(own_model, classes, shape)
-        made = _get_builder(own_model)(**kwargs)
+        kwargs = collect_call_arguments(own_model, classes, shape)
+        made = _get_model_builder(own_model)(**kwargs)
     except (MemoryError, ModelError):
         raise
     except Unsuitable as e:
@@ -217,7 +221,7 @@ def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> 
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
             f"{own_model}: called with ({called}), raised "
-            f"{format_user_error(e)}{_describe_missing_values(shape, e)}"
+            f"{format_user_error(e)}{_describe_missing_data_values(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
         raise ModelError(f"{own_model}: returned {_describe_type(made)}; return a torch.nn.Module")
@@ -231,7 +235,7 @@ def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> 
         raise ModelError(
             f"{own_model}: has no parameter to train; set requires_grad of some parameters"
         )
-    if both := _find_shared_memory(made):
+    if both := _find_tensors_in_same_memory(made):
         raise ModelError(
             f"{own_model}: {both[0]} and {both[1]} are different tensors in the same memory, which "
             "strategies would separate; assign the parameter itself (again.weight = first.weight)"
@@ -239,7 +243,7 @@ def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> 
     return made
 
 
-def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
+def _find_tensors_in_same_memory(model: nn.Module) -> tuple[str, str] | None:
     """Return the names of two different tensors of a model that share memory.
 
     The first is a parameter, and the other is a parameter or a buffer. The result is None without such a
@@ -255,12 +259,12 @@ def _find_shared_memory(model: nn.Module) -> tuple[str, str] | None:
         by_storage.setdefault(key, []).append((name, t, i < parameters))
     for each in by_storage.values():
         for (name, t, is_parameter), (other, u, _) in combinations(each, 2):
-            if is_parameter and _tensors_overlap(t, u):
+            if is_parameter and _do_tensors_overlap(t, u):
                 return name, other
     return None
 
 
-def _tensors_overlap(tensor: Tensor, other: Tensor) -> bool:
+def _do_tensors_overlap(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors that have the same storage share any of its elements."""
     import torch
 
@@ -291,14 +295,14 @@ def _tensors_overlap(tensor: Tensor, other: Tensor) -> bool:
         return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _describe_missing_values(shape: Sequence[int], e: Exception) -> str:
+def _describe_missing_data_values(shape: Sequence[int], e: Exception) -> str:
     """Return a clause that names required arguments for which the data set has no values.
 
     It completes the message on a call that failed. It is empty if the call failed for another reason.
     """
     wanted = [
         key
-        for role in ROLES.keys() - compute_data_values(0, shape).keys()
+        for role in ROLES.keys() - collect_data_values(0, shape).keys()
         for key in ROLES[role]
         if f"'{key}'" in str(e)
     ]

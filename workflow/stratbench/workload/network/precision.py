@@ -52,17 +52,17 @@ def create_autocast_context(precision: str, device: torch.device) -> AbstractCon
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def get_effective_dtypes(precision: str, device: torch.device) -> dict[str, str]:
+def get_weights_and_compute_dtypes(precision: str, device: torch.device) -> dict[str, str]:
     """Return the number formats that a device uses for weights and for computation."""
     weights = str(get_weights_dtype(precision)).removeprefix("torch.")
     compute = {"bf16": "bfloat16 (autocast)", "fp16": "float16 (autocast)", "tf32": "tf32"}
     used = compute.get(precision, weights)
-    if precision == "tf32" and (lacking := _name_device_without_tf32(device)):
+    if precision == "tf32" and (lacking := _name_device_lacking_tf32(device)):
         used = f"float32 (no TensorFloat-32 on {lacking})"
     return {"weights_dtype": weights, "compute_dtype": used}
 
 
-def _name_device_without_tf32(device: torch.device) -> str | None:
+def _name_device_lacking_tf32(device: torch.device) -> str | None:
     """Return a noun for a device without TensorFloat-32, such as `a CPU`.
 
     The result is None if the device has TensorFloat-32.

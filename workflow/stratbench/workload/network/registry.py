@@ -167,7 +167,7 @@ MODELS: dict[str, Model] = {
 }
 
 
-def get_metadata(model_or_name: str | Model) -> Model:
+def get_model_metadata(model_or_name: str | Model) -> Model:
     """Return the metadata of a model, which need not be built.
 
     Raises:

@@ -31,7 +31,7 @@ _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b")
 ShardGroups = list[tuple[str, list[nn.Module]]]
 
 
-def describe_sharding_groups(wrap_classes: Sequence[str] | None) -> str:
+def describe_shard_group_rule(wrap_classes: Sequence[str] | None) -> str:
     """Return a text that says by which rule shard groups are formed, for the record."""
     if wrap_classes:
         return f"instances of {', '.join(wrap_classes)}"
@@ -47,7 +47,7 @@ def find_declared_wrap_classes(model: nn.Module) -> list[str]:
     return sorted(names.intersection(getattr(model, "_no_split_modules", None) or ()))
 
 
-def group_by_class(
+def group_modules_by_class(
     model: nn.Module, wrap_classes: Sequence[str], model_label: object
 ) -> ShardGroups:
     """Return one shard group per instance of the named module classes.
@@ -75,11 +75,15 @@ def group_by_class(
                 f"{model_label}: wrap_classes names {name!r}, but no module of the model has this class; use "
                 f"some of {', '.join(sorted(classes))}"
             )
-    owners = _find_owners(model)
-    return [(label, modules) for label, modules in groups if _shares_no_parameter(modules, owners)]
+    owners = _find_parameter_owners(model)
+    return [
+        (label, modules)
+        for label, modules in groups
+        if _share_no_parameter_outside(modules, owners)
+    ]
 
 
-def group_by_size(model: nn.Module) -> ShardGroups:
+def group_modules_by_size(model: nn.Module) -> ShardGroups:
     """Return about twelve shard groups of a model, with similar numbers of parameters.
 
     The groups are in the order of registration. From the root down, a larger module is divided into its
@@ -89,17 +93,17 @@ def group_by_size(model: nn.Module) -> ShardGroups:
     sharded with the root. So is a module whose weights its parent's code reads (`self.head.weight`).
     """
     limit = _count_parameters([model]) / GROUPS
-    owners = _find_owners(model)
+    owners = _find_parameter_owners(model)
     groups: ShardGroups = []
 
-    def flush(waiting_modules: list[tuple[str, nn.Module]]) -> None:
+    def add_waiting_group(waiting_modules: list[tuple[str, nn.Module]]) -> None:
         if waiting_modules:
             groups.append((waiting_modules[0][0], [m for _, m in waiting_modules]))
             waiting_modules.clear()
 
-    def divide(prefix: str, parent: nn.Module) -> None:
+    def divide_module(prefix: str, parent: nn.Module) -> None:
         waiting: list[tuple[str, nn.Module]] = []
-        read = _find_read_children(type(parent))
+        read = _find_children_with_read_weights(type(parent))
         for name, module in parent.named_children():
             label = prefix + name
             if (
@@ -114,30 +118,30 @@ def group_by_size(model: nn.Module) -> ShardGroups:
                 seen.update(id(m) for m in module.modules())
                 continue
             if isinstance(module, _HOLDERS) or (
-                _count_parameters([module]) > limit and _is_divisible(module)
+                _count_parameters([module]) > limit and _is_divisible_module(module)
             ):
-                flush(waiting)
-                divide(f"{label}.", module)
-            elif _shares_no_parameter([module], owners):
+                add_waiting_group(waiting)
+                divide_module(f"{label}.", module)
+            elif _share_no_parameter_outside([module], owners):
                 waiting.append((label, module))
                 if _count_parameters([m for _, m in waiting]) >= limit:
-                    flush(waiting)
+                    add_waiting_group(waiting)
             seen.update(id(m) for m in module.modules())
-        flush(waiting)
+        add_waiting_group(waiting)
 
     seen: set[int] = set()
-    divide("", model)
+    divide_module("", model)
     return groups
 
 
-def _is_divisible(module: nn.Module) -> bool:
+def _is_divisible_module(module: nn.Module) -> bool:
     if not any(module.children()):
         return False
     return isinstance(module, _CALLERS) or not type(module).__module__.startswith("torch.nn.")
 
 
 @cache
-def _find_read_children(module_class: type[nn.Module]) -> frozenset[str]:
+def _find_children_with_read_weights(module_class: type[nn.Module]) -> frozenset[str]:
     """Return the names of the children whose weights a module class uses without calling them."""
     names: set[str] = set()
     for name, method in inspect.getmembers(module_class, inspect.isfunction):
@@ -157,7 +161,7 @@ def _count_parameters(modules: list[nn.Module]) -> int:
     return sum(p.numel() for p in {p for m in modules for p in m.parameters()})
 
 
-def _find_owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
+def _find_parameter_owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
     """Return the set of modules in which each parameter of a model is registered."""
     owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
     for module in model.modules():
@@ -166,7 +170,7 @@ def _find_owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
     return owners
 
 
-def _shares_no_parameter(
+def _share_no_parameter_outside(
     modules: list[nn.Module], owners: Mapping[nn.Parameter, set[nn.Module]]
 ) -> bool:
     """Return whether the given modules have parameters, and share none with other modules.

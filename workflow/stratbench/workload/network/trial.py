@@ -114,7 +114,7 @@ class Trial:
     groups_with_written_views: tuple[str, ...] = ()
 
     @property
-    def skippable_names(self) -> tuple[str, ...]:
+    def names_skipped_in_some_steps(self) -> tuple[str, ...]:
         """Names of parameters without a gradient in some steps, and of modules that forward may skip."""
         return (
             self.parameters_without_gradient
@@ -123,7 +123,7 @@ class Trial:
         )
 
     @property
-    def sometimes_without_gradient(self) -> tuple[str, ...]:
+    def names_sometimes_without_gradient(self) -> tuple[str, ...]:
         """Names of parameters and modules that get a gradient in some steps only."""
         return (
             self.randomly_called_modules
@@ -145,7 +145,7 @@ class Trial:
         )
 
 
-def take_trial(
+def run_trial_steps(
     label: object,
     model: nn.Module,
     x: Tensor,
@@ -174,7 +174,7 @@ def take_trial(
         try:
             return _TrialRun(
                 label, model, x, y, list(output_shape), shard_groups, classes, changes
-            ).run_trial()
+            ).detect_properties()
         finally:
             changes.put_back()
 
@@ -198,14 +198,14 @@ class _TrialRun:
         self.names = {p: name for name, p in model.named_parameters()}
         self.on_fakes = isinstance(x, FakeTensor)
 
-    def run_trial(self) -> Trial:
+    def detect_properties(self) -> Trial:
         model, changes, names = self.model, self.changes, self.names
         before = self.compute_evaluation_scores(), self.compute_training_scores()
         draws, changes.draws = Generators.capture_states(self.x.device), False
         gathering = _Gathering(self.groups)
         with gathering:
-            scores = self.forward(self.x)
-        written_views = gathering.written_views
+            scores = self.compute_checked_scores(self.x)
+        written_views = gathering.indices_of_groups_with_written_views
         advanced = (
             changes.draws
             if self.on_fakes
@@ -218,9 +218,9 @@ class _TrialRun:
             "changed_attributes": changes.changed_attributes,
         }
         reached = self.run_backward(scores)
-        kept_aside, counts = self.find_state_dependence(changed_names, *before)
-        changes.put_back()
-        by_data, parted = self.find_data_dependence(
+        kept_aside, counts = self.find_state_that_changes_scores(changed_names, *before)
+        changes.restore_model()
+        by_data, parted = self.find_names_used_by_some_batches(
             gathering, changed_names["overwritten_parameters"]
         )
         elsewhere, remade = self.find_parameters_read_elsewhere()
@@ -255,21 +255,21 @@ class _TrialRun:
             groups_with_written_views=tuple(self.groups[i][0] for i in written_views),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def compute_checked_scores(self, x: Tensor) -> Tensor:
         try:
             scores = self.model(x)
         except Exception as e:
             _raise_model_error(self.who, e, f"forward of a batch {list(x.shape)}")
-        _check_scores(self.who, scores, x, self.y, self.outputs)
+        _check_model_output(self.who, scores, x, self.y, self.outputs)
         return scores
 
     def run_backward(self, scores: Tensor) -> dict[nn.Parameter, _Gradient]:
         """Run backward from the scores. Return the parameters that got a gradient."""
-        with _free_gradients(self.names) as reached:
+        with _record_and_free_gradients(self.names) as reached:
             try:
                 # A built-in loss replaces the user's own task, whose errors would look like errors of the
                 # model.
-                are_scores = _are_scores(self.outputs, self.y)
+                are_scores = _are_class_scores(self.outputs, self.y)
                 loss = Classification().loss(scores, self.y) if are_scores else scores.sum()
                 loss.backward()
             except Exception as e:
@@ -283,7 +283,7 @@ class _TrialRun:
         try:
             with restore_random_generators(self.x.device), torch.no_grad():
                 seed_random_generators(0)
-                return self.forward(self.x)
+                return self.compute_checked_scores(self.x)
         finally:
             for module, training in modes:
                 module.training = training
@@ -301,11 +301,11 @@ class _TrialRun:
         seed_random_generators(0)
         try:
             with torch.no_grad(), watching_context or nullcontext():
-                return self.forward(self.x)
+                return self.compute_checked_scores(self.x)
         finally:
-            self.changes.put_back()
+            self.changes.restore_model()
 
-    def find_state_dependence(
+    def find_state_that_changes_scores(
         self,
         changed_names: Mapping[str, list[str]],
         evaluation_scores: Tensor,
@@ -329,22 +329,22 @@ class _TrialRun:
         buffers = dict(self.model.named_buffers())
         others = [n for n in changed_names["written_buffers"] if not buffers[n].is_floating_point()]
         others += changed_names["replaced_buffers"] + changed_names["changed_attributes"]
-        self.changes.put_back(other_state=False)
-        if not others or _are_equal(self.compute_evaluation_scores(), evaluation_scores):
+        self.changes.restore_model(other_state=False)
+        if not others or _are_scores_equal(self.compute_evaluation_scores(), evaluation_scores):
             others = []
-        self.changes.put_back()
-        self.forward(self.x)
-        self.changes.put_back(float_buffers=False, other_state=False)
+        self.changes.restore_model()
+        self.compute_checked_scores(self.x)
+        self.changes.restore_model(float_buffers=False, other_state=False)
         counted = (
             changed_names["written_buffers"]
             + changed_names["replaced_buffers"]
             + changed_names["changed_attributes"]
         )
-        if not counted or _are_equal(self.compute_training_scores(), training_scores):
+        if not counted or _are_scores_equal(self.compute_training_scores(), training_scores):
             counted = []
         return tuple(frozen + others), tuple(counted)
 
-    def find_data_dependence(
+    def find_names_used_by_some_batches(
         self, gathering: _Gathering, overwritten_parameters: Sequence[str]
     ) -> tuple[Names, Names]:
         """Return modules that only some batches use, and parameters that batches change differently."""
@@ -356,15 +356,15 @@ class _TrialRun:
             x = _make_batch_like(self.x, self.classes, seed)
             seed_random_generators(0)
             with _record_called_modules(self.model) as called:
-                scores = self.forward(x)
+                scores = self.compute_checked_scores(x)
             values.append(self.changes.copy_parameters(overwritten_parameters))
             trained = self.run_backward(scores)
             reached.append(called | {self.names[p] for p in trained})
-            self.changes.put_back()
+            self.changes.restore_model()
         parted = [
             n for n in overwritten_parameters if any(not v[n].equal(values[0][n]) for v in values)
         ]
-        return _find_names_in_some_sets(reached), tuple(parted)
+        return _find_names_not_in_all_sets(reached), tuple(parted)
 
     def find_parameters_read_elsewhere(self) -> tuple[Names, Names]:
         """Return the names of parameters that forward would not find if FSDP had replaced them.
@@ -387,7 +387,7 @@ class _TrialRun:
         return tuple(reading.read), () if is_equal else tuple(sorted(more))
 
 
-def _are_equal(scores: Tensor, other_scores: Tensor) -> bool:
+def _are_scores_equal(scores: Tensor, other_scores: Tensor) -> bool:
     return torch.allclose(scores, other_scores, rtol=1e-5, atol=1e-8, equal_nan=True)
 
 
@@ -423,12 +423,12 @@ def find_randomly_called_modules(
             with _record_called_modules(model) as now:
                 model(batch)
             called.append(now)
-            changes.put_back()
-            if isinstance(batch, FakeTensor) and not before.differ_outside_torch(
+            changes.restore_model()
+            if isinstance(batch, FakeTensor) and not before.differ_in_python_or_numpy(
                 Generators.capture_states()
             ):
                 break
-    return _find_names_in_some_sets(called)
+    return _find_names_not_in_all_sets(called)
 
 
 @contextmanager
@@ -446,7 +446,7 @@ def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
             handle.remove()
 
 
-def _find_names_in_some_sets(name_sets: Sequence[set[str]]) -> tuple[str, ...]:
+def _find_names_not_in_all_sets(name_sets: Sequence[set[str]]) -> tuple[str, ...]:
     """Return the names that are in some sets but not in all.
 
     Submodules of a module that is in the result are left out.
@@ -481,12 +481,12 @@ def _set_parameter(module: nn.Module, key: str, parameter: nn.Parameter) -> None
         setattr(module, key, parameter)
 
 
-def _are_scores(output_shape: Sequence[int], targets: Tensor) -> bool:
+def _are_class_scores(output_shape: Sequence[int], targets: Tensor) -> bool:
     """Return whether outputs of a given shape are one score per class for each target."""
     return not targets.is_floating_point() and list(output_shape[:-1]) == list(targets.shape)
 
 
-def _check_scores(
+def _check_model_output(
     label: object, scores: Any, inputs: Tensor, targets: Tensor, output_shape: list[int]
 ) -> None:
     if not isinstance(scores, Tensor):
@@ -497,7 +497,7 @@ def _check_scores(
     if list(scores.shape) != output_shape:
         reason = (
             f"with {output_shape[-1]} classes"
-            if _are_scores(output_shape, targets)
+            if _are_class_scores(output_shape, targets)
             else "for its task"
         )
         raise ModelError(
@@ -528,7 +528,7 @@ class _Gradient:
 
 
 @contextmanager
-def _free_gradients(
+def _record_and_free_gradients(
     parameters: Iterable[nn.Parameter],
 ) -> Iterator[dict[nn.Parameter, _Gradient]]:
     """Free each gradient as soon as it is accumulated, to save memory.
@@ -537,13 +537,17 @@ def _free_gradients(
     """
     reached: dict[nn.Parameter, _Gradient] = {}
 
-    def drop(parameter: nn.Parameter) -> None:
+    def record_and_free_gradient(parameter: nn.Parameter) -> None:
         gradient = reached.setdefault(parameter, _Gradient())
         gradient.times += 1
         gradient.is_sparse |= parameter.grad is not None and parameter.grad.layout != torch.strided
         parameter.grad = None
 
-    hooks = [p.register_post_accumulate_grad_hook(drop) for p in parameters if p.requires_grad]
+    hooks = [
+        p.register_post_accumulate_grad_hook(record_and_free_gradient)
+        for p in parameters
+        if p.requires_grad
+    ]
     try:
         yield reached
     finally:
@@ -599,9 +603,11 @@ class _Gathering(TorchFunctionMode):
         for i, modules in enumerate(self._groups):
             for m in modules:
                 # FSDP gathers a group before the user's hooks, which may read a parameter. So does this hook.
-                opens = m.register_forward_pre_hook(partial(self._gather_group, i), prepend=True)
+                opens = m.register_forward_pre_hook(
+                    partial(self._store_group_gathering, i), prepend=True
+                )
                 self._hooks.append(opens)
-                self._hooks.append(m.register_forward_hook(partial(self._release_group, i)))
+                self._hooks.append(m.register_forward_hook(partial(self._store_module_return, i)))
         super().__enter__()
         return self
 
@@ -610,11 +616,11 @@ class _Gathering(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
 
-    def _gather_group(self, group_index: int, _module: nn.Module, _inputs: Any) -> None:
+    def _store_group_gathering(self, group_index: int, _module: nn.Module, _inputs: Any) -> None:
         if not self._waiting[group_index]:
             self._waiting[group_index] = set(self._groups[group_index])
 
-    def _release_group(
+    def _store_module_return(
         self, group_index: int, module: nn.Module, _inputs: Any, output: Any
     ) -> None:
         self._waiting[group_index].discard(module)
@@ -624,7 +630,7 @@ class _Gathering(TorchFunctionMode):
         self.in_backward[group_index] = self.in_backward.get(group_index, False) or needs_gradient
 
     @property
-    def written_views(self) -> list[int]:
+    def indices_of_groups_with_written_views(self) -> list[int]:
         """Indices of the shard groups that returned a view of a tensor that was changed afterwards."""
         changed = (i for i, view, version in self._views if get_write_count(view) != version)
         return list(dict.fromkeys(changed))
@@ -636,7 +642,7 @@ class _Gathering(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.reads_values = self.reads_values or _reads_values(func, args)
+        self.reads_values = self.reads_values or _function_reads_values(func, args)
         result = func(*args, **(kwargs or {}))
         for p in _iter_read_parameters(result, args, kwargs):
             i = self._group_of.get(p)
@@ -645,7 +651,7 @@ class _Gathering(TorchFunctionMode):
         return result
 
 
-def _reads_values(func: Any, args: Sequence[Any]) -> bool:
+def _function_reads_values(func: Any, args: Sequence[Any]) -> bool:
     """Return whether a function call reads values of tensors, as `item` and `nonzero` do."""
     if func is torch.where or func is Tensor.where:
         return len(args) == 1

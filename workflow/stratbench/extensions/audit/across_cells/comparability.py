@@ -7,9 +7,9 @@ from itertools import combinations
 
 import pandas as pd
 
-from stratbench.analysis.records.groups import group_rows
+from stratbench.analysis.records.groups import map_rows_by_group
 from stratbench.cell.coordinates import STATUSES
-from stratbench.extensions.audit.rule import AuditData, Case, iter_rows, rule
+from stratbench.extensions.audit.rule import AuditData, Case, iter_table_rows, rule
 
 #: Largest tolerated ratio of the numbers of samples that two compared cells saw.
 MAX_SAMPLES_RATIO = 1.005
@@ -27,7 +27,7 @@ def iter_comparable_cells(
 
 
 @rule("unequal-samples", "unusable", "all")
-def find_unequal_samples(evidence: AuditData) -> Iterator[Case]:
+def find_unequal_sample_counts(evidence: AuditData) -> Iterator[Case]:
     """The strategies saw different numbers of samples, so that their times and scores are not comparable."""
     for (experiment, model), rows in iter_comparable_cells(evidence, "samples_seen"):
         low, high = rows["samples_seen"].min(), rows["samples_seen"].max()
@@ -39,7 +39,7 @@ def find_unequal_samples(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("unequal-start", "unusable", "score")
-def find_unequal_start(evidence: AuditData) -> Iterator[Case]:
+def find_unequal_initial_weights(evidence: AuditData) -> Iterator[Case]:
     """The strategies of a repeat did not start from the same weights, as they must."""
     for (experiment, model), rows in iter_comparable_cells(evidence, "initial_weights_sha256"):
         for repeat, same in rows.groupby("repeat", sort=False):
@@ -56,7 +56,7 @@ def find_unequal_start(evidence: AuditData) -> Iterator[Case]:
 
 # The finding is only a warning, because each value is usable. Only a ranking of both kinds is impossible.
 @rule("no-common-cell", "warning", "all")
-def find_missing_common_cell(evidence: AuditData) -> Iterator[Case]:
+def find_strategy_kinds_without_common_model(evidence: AuditData) -> Iterator[Case]:
     """Collective strategies and parameter servers never trained the same model on the same data, so that the
     records cannot rank one kind against the other.
     """
@@ -68,19 +68,19 @@ def find_missing_common_cell(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("repeats-end-differently", "warning", "all")
-def find_repeats_that_end_differently(evidence: AuditData) -> Iterator[Case]:
+def find_repeats_with_unequal_status(evidence: AuditData) -> Iterator[Case]:
     """Repeats of a cell ended with different statuses, although they do the same work. Look for other
     processes on the device, and at the loss.
     """
     ended = evidence.cells[evidence.cells["status"].isin(STATUSES)]
-    for key, rows in group_rows(ended).items():
+    for key, rows in map_rows_by_group(ended).items():
         counts = rows["status"].value_counts()
         if len(counts) > 1:
             yield key, ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
 @rule("loss-in-parts", "note", "score")
-def find_losses_unlike_mean_of_parts(evidence: AuditData) -> Iterator[Case]:
+def find_losses_that_depend_on_batch_parts(evidence: AuditData) -> Iterator[Case]:
     """The loss of a batch is not the mean over its parts (because of class weights, ignored targets or
     pairs). So the number of workers or micro-batches changes what is trained. A task that returns (sum,
     weight) avoids this.
@@ -93,10 +93,10 @@ def find_losses_unlike_mean_of_parts(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("mixed-limits", "note", "time")
-def find_mixed_limits(evidence: AuditData) -> Iterator[Case]:
+def find_unequal_time_limits(evidence: AuditData) -> Iterator[Case]:
     """A cell was stopped at its time limit, but other cells of its comparison had a longer limit."""
     for _, rows in evidence.cells.groupby(["experiment", "model"], sort=False):
         longest_s = rows["time_limit_s"].max()
-        for row in iter_rows(rows[rows["status"] == "timeout"]):
+        for row in iter_table_rows(rows[rows["status"] == "timeout"]):
             if row.time_limit_s < longest_s:
                 yield row, f"stopped after {row.time_limit_s:g} s; other cells had {longest_s:g} s"

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from stratbench.analysis.records.derived import format_device_names, get_by_path
+from stratbench.analysis.records.derived import format_device_names, get_field_by_path
 from stratbench.analysis.records.groups import Group
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import AuditData, Case, rule
@@ -56,14 +56,14 @@ class UnalternatedGroup(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def list_timed_runs(evidence: AuditData) -> dict[Group, list[TimedRun]]:
+def list_timed_runs_by_group(evidence: AuditData) -> dict[Group, list[TimedRun]]:
     """Return the repeats that ended well, by their group.
 
     Groups with fewer than two such repeats are left out.
     """
     by_group: defaultdict[Group, list[TimedRun]] = defaultdict(list)
     for record in evidence.records:
-        cell, time_s = record["cell"], get_by_path(record, "time.train_time_s")
+        cell, time_s = record["cell"], get_field_by_path(record, "time.train_time_s")
         if record["status"] == "ok" and time_s is not None and time_s > 0:
             group = Group(cell["experiment"], cell["strategy"], cell["model"], cell["gpus"])
             ends = (parse_recorded_time_s(record, end) for end in ("started", "finished"))
@@ -77,7 +77,7 @@ def parse_recorded_time_s(record: Record, date_field: str) -> float | None:
 
     The result is None if the date is missing.
     """
-    text = get_by_path(record, f"provenance.{date_field}")
+    text = get_field_by_path(record, f"provenance.{date_field}")
     return datetime.fromisoformat(text).timestamp() if text else None
 
 
@@ -86,24 +86,26 @@ def join_host_names(record: Record) -> str:
 
     The text is empty if they are not recorded.
     """
-    names = {get_by_path(worker["provenance"], "host.name") for worker in record["workers"]}
+    names = {get_field_by_path(worker["provenance"], "host.name") for worker in record["workers"]}
     return ", ".join(sorted(names - {None}))
 
 
-def iter_groups_of_similar_time(
+def iter_groups_with_similarly_fast_rivals(
     evidence: AuditData, on_equal_worker_counts: bool
 ) -> Iterator[tuple[Group, list[Group]]]:
     """Yield each group of repeats with its rivals, which are about as fast.
 
     Times are similar if their ratio is below MAX_EXPLAINED_RATIO.
     """
-    runs = list_timed_runs(evidence)
+    runs = list_timed_runs_by_group(evidence)
     means = {
         group: float(np.mean([run.log_train_time for run in own])) for group, own in runs.items()
     }
     compared: defaultdict[tuple[object, ...], list[Group]] = defaultdict(list)
     for group in runs:
-        compared[(*group.comparison_key, group.gpus if on_equal_worker_counts else 0)].append(group)
+        compared[(*group.experiment_and_model, group.gpus if on_equal_worker_counts else 0)].append(
+            group
+        )
     for members in compared.values():
         for group in members:
             yield (
@@ -118,7 +120,7 @@ def iter_groups_of_similar_time(
 
 
 @rule("confounded-order", "warning", "time")
-def find_confounded_order(evidence: AuditData) -> Iterator[Case]:
+def find_strategies_trained_at_another_time(evidence: AuditData) -> Iterator[Case]:
     """The strategy was trained at another time than most strategies that are about as fast. It ran entirely
     before or after them, or times in this study depend on the order of the runs. A machine that changed
     meanwhile would cause the same difference. Train all of these strategies again as one study.
@@ -148,9 +150,11 @@ def list_groups_not_alternated(evidence: AuditData) -> list[UnalternatedGroup]:
     groups, drifting = [], describe_trends_by_experiment(evidence)
     timed = {
         group: {run.repeat: run for run in runs if None not in (run.began_unix_s, run.ended_unix_s)}
-        for group, runs in list_timed_runs(evidence).items()
+        for group, runs in list_timed_runs_by_group(evidence).items()
     }
-    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_worker_counts=False):
+    for group, rivals in iter_groups_with_similarly_fast_rivals(
+        evidence, on_equal_worker_counts=False
+    ):
         named: defaultdict[str, list[str]] = defaultdict(list)
         wholly = 0
         for other in rivals:
@@ -216,15 +220,17 @@ def compare_run_order(
 
 
 @rule("confounded-host", "warning", "time")
-def find_confounded_host(evidence: AuditData) -> Iterator[Case]:
+def find_strategies_trained_on_another_host(evidence: AuditData) -> Iterator[Case]:
     """All repeats of the strategy ran on one host, and a strategy that is about as fast ran on others: the
     difference may come from the hosts. Spread repeats over hosts, or train all strategies on the same host.
     """
     homes: defaultdict[tuple[str, int], defaultdict[str, list[str]]]
     homes = defaultdict(lambda: defaultdict(list))
-    for group, runs in list_timed_runs(evidence).items():
+    for group, runs in list_timed_runs_by_group(evidence).items():
         homes[group.experiment, group.gpus][group.strategy] += [run.hosts for run in runs]
-    for group, rivals in iter_groups_of_similar_time(evidence, on_equal_worker_counts=True):
+    for group, rivals in iter_groups_with_similarly_fast_rivals(
+        evidence, on_equal_worker_counts=True
+    ):
         hosts = homes[group.experiment, group.gpus]
         own = hosts[group.strategy]
         elsewhere = [r.strategy for r in rivals if own[0] not in hosts[r.strategy]]
@@ -254,7 +260,7 @@ def find_training_times_with_trend(evidence: AuditData) -> Iterator[Case]:
 def describe_trends_by_experiment(evidence: AuditData) -> dict[str, str]:
     """Return a text on each experiment whose training times depend on the cells' order."""
     experiments: defaultdict[str, list[list[TimedRun]]] = defaultdict(list)
-    for group, runs in list_timed_runs(evidence).items():
+    for group, runs in list_timed_runs_by_group(evidence).items():
         timed = [run for run in runs if run.began_unix_s is not None]
         if len(timed) > 1:
             experiments[group.experiment].append(timed)
@@ -279,7 +285,7 @@ def describe_time_trend(groups: Sequence[Sequence[TimedRun]]) -> str:
     group = np.array([i for _, i, _ in runs])
     x = subtract_group_means(np.arange(total) / (total - 1), group)
     y = subtract_group_means(np.array([run.log_train_time for *_, run in runs]), group)
-    if slope := compute_slope_beyond_chance(x, y, dof, FALSE_FINDING_PROBABILITY):
+    if slope := compute_significant_slope(x, y, dof, FALSE_FINDING_PROBABILITY):
         return f"{math.expm1(slope):+.1%} from the first of {total} runs to the last"
     squares, products = float(y @ y), sum(a * b for a, b in pairwise(y))
     if squares > 0 and products / squares * math.sqrt(total) > MIN_CORRELATION:
@@ -295,7 +301,7 @@ def subtract_group_means(values: np.ndarray, group_indices: np.ndarray) -> np.nd
     return values - means[group_indices]
 
 
-def compute_slope_beyond_chance(
+def compute_significant_slope(
     x: np.ndarray, y: np.ndarray, dof: int, significance_level: float
 ) -> float:
     """Return the slope of a linear regression, or 0 if it is not significant.
@@ -326,7 +332,7 @@ def find_slow_hosts(evidence: AuditData) -> Iterator[Case]:
     another load, cooling or configuration. Exclude the host, or repair it.
     """
     experiments: defaultdict[tuple[str, str], list[tuple[int, TimedRun]]] = defaultdict(list)
-    for i, (group, runs) in enumerate(list_timed_runs(evidence).items()):
+    for i, (group, runs) in enumerate(list_timed_runs_by_group(evidence).items()):
         for run in runs:
             experiments[group.experiment, run.device].append((i, run))
     for (experiment, _), entries in experiments.items():
@@ -338,7 +344,7 @@ def find_slow_hosts(evidence: AuditData) -> Iterator[Case]:
         y = subtract_group_means(np.array([run.log_train_time for _, run in entries]), group)
         for host in hosts:
             on_host = np.array([float(host in run.hosts.split(", ")) for _, run in entries])
-            slope = compute_slope_beyond_chance(
+            slope = compute_significant_slope(
                 subtract_group_means(on_host, group), y, dof, FALSE_FINDING_PROBABILITY / len(hosts)
             )
             if slope > 0:

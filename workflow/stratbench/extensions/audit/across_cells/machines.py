@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.derived import get_field_by_path
 from stratbench.analysis.records.facts import Facts, get_host_name
 from stratbench.analysis.records.samples import HELD
 from stratbench.cell.record import Record
@@ -18,8 +18,8 @@ from stratbench.extensions.audit.rule import (
     AuditData,
     Case,
     describe_cells,
-    is_elastic,
-    iter_rows,
+    is_elastic_cell,
+    iter_table_rows,
     record_rule,
     rule,
 )
@@ -54,18 +54,20 @@ class ConcurrentCells(NamedTuple):
 @rule("throttled", "warning", "time")
 def find_throttled_gpus(evidence: AuditData) -> Iterator[Case]:
     """A GPU was throttled by heat or by its power supply in a part of the samples."""
-    for row in iter_rows(evidence.ok[evidence.ok["throttled_share"] > MAX_THROTTLED_SHARE]):
+    for row in iter_table_rows(evidence.ok[evidence.ok["throttled_share"] > MAX_THROTTLED_SHARE]):
         yield row, f"throttled in {row.throttled_share:.0%} of the samples"
 
 
 @rule("busy-machine", "warning", "time")
 def find_busy_machines(evidence: AuditData) -> Iterator[Case]:
     """Other processes used the CPU when the cell started, and may have slowed it down."""
-    for row in iter_rows(evidence.of_any_loop[flag_busy_cells(evidence.of_any_loop)]):
+    for row in iter_table_rows(
+        evidence.of_any_loop[flag_cells_on_busy_hosts(evidence.of_any_loop)]
+    ):
         yield row, f"other processes used {row.other_cpu_cores:.2g} CPU cores"
 
 
-def flag_busy_cells(cells: pd.DataFrame) -> pd.Series:
+def flag_cells_on_busy_hosts(cells: pd.DataFrame) -> pd.Series:
     """Return per cell whether other processes used more CPU cores than system services do.
 
     The use is that at the cell's start.
@@ -110,9 +112,9 @@ def find_ranks_that_share_cores(facts: Facts) -> Iterator[str]:
     """
     by_host: dict[str | None, list[set[int]]] = defaultdict(list)
     for worker in (
-        facts.workers if facts("provenance.device") == "cuda" and not is_elastic(facts) else ()
+        facts.workers if facts("provenance.device") == "cuda" and not is_elastic_cell(facts) else ()
     ):
-        cores = get_by_path(worker["provenance"], "host.affinity")
+        cores = get_field_by_path(worker["provenance"], "host.affinity")
         by_host[get_host_name(worker)].append(set(cores or ()))
     for host, bound in by_host.items():
         cores = set().union(*bound)
@@ -137,7 +139,7 @@ def find_contradictory_devices(facts: Facts) -> Iterator[str]:
             yield f"{name} ran on {device}, but its record has {'a' if 'gpu' in recorded else 'no'} GPU"
         if not is_cuda:
             continue
-        uuid = get_by_path(recorded, "gpu.uuid")
+        uuid = get_field_by_path(recorded, "gpu.uuid")
         for what, value in (("GPU", uuid), ("device", f"{host} {device}")):
             if value is None:
                 continue
@@ -152,20 +154,20 @@ def find_foreign_processes_on_gpu(facts: Facts) -> Iterator[str]:
     cell down.
     """
     if facts.status != "oom":
-        yield from iter_foreign_processes(facts)
-        yield from iter_foreign_memory(facts)
+        yield from iter_foreign_gpu_processes(facts)
+        yield from iter_foreign_gpu_memory(facts)
 
 
 @record_rule("memory-held-by-others", "unusable", "all", of="both")
-def find_memory_held_by_others(facts: Facts) -> Iterator[str]:
+def find_oom_next_to_foreign_processes(facts: Facts) -> Iterator[str]:
     """The cell ran out of memory while another process held a part of its GPU's memory. Without that process
     the cell might fit.
     """
     if facts.status == "oom":
-        yield from iter_foreign_processes(facts)
+        yield from iter_foreign_gpu_processes(facts)
 
 
-def iter_foreign_processes(facts: Facts) -> Iterator[str]:
+def iter_foreign_gpu_processes(facts: Facts) -> Iterator[str]:
     """Yield a text per process of another job on the cell's GPUs.
 
     The process was there at the cell's start or during the cell.
@@ -185,7 +187,7 @@ def iter_foreign_processes(facts: Facts) -> Iterator[str]:
     yield from seen.values()
 
 
-def iter_foreign_memory(facts: Facts) -> Iterator[str]:
+def iter_foreign_gpu_memory(facts: Facts) -> Iterator[str]:
     """Yield texts on GPU memory of other processes, from worker measurements and timelines."""
     for worker in facts.workers:
         # PyTorch may open a CUDA context of each process of a node on the node's first GPU.
@@ -193,17 +195,21 @@ def iter_foreign_memory(facts: Facts) -> Iterator[str]:
         workers = min(facts.workers_per_node, facts.gpus - worker["rank"])
         siblings = workers - 1 + len(facts.servers) if is_first else 0
         spare = OTHERS_BYTES + siblings * MAX_CONTEXT_BYTES
-        own, one = worker["memory"] or {}, facts.find_gpu_samples(worker)
+        own, one = worker["memory"] or {}, facts.find_gpu_sample_series(worker)
         used, mine = (own.get(f"nvml_{which}used_bytes") for which in ("", "process_"))
         reserved, what = own.get("reserved_peak_bytes"), f"the GPU of rank {worker['rank']}"
         if None not in (used, mine) and used - mine > spare:
             yield f"{format_bytes(used - mine)} of {what} belong to other processes"
-        sampled = one.training_summaries.get(HELD["gpu"]) if one else None
+        sampled = one.training_summaries_by_column.get(HELD["gpu"]) if one else None
         most = max(used or 0, sampled.maximum if sampled else 0)
         if reserved is not None and most > max(mine or 0, reserved) + MAX_LIBRARY_BYTES + spare:
             held = f"{format_bytes(most)} of {what} are in use"
             yield f"{held}, but the worker reserved only {format_bytes(reserved)}"
-        before = one.first_values.get(HELD["gpu"], 0) if one and not one.first_phase else 0
+        before = (
+            one.first_values_by_column.get(HELD["gpu"], 0)
+            if one and not one.phase_of_first_sample
+            else 0
+        )
         if before > OTHERS_BYTES:
             yield f"{format_bytes(before)} of {what} were in use before the cell began"
 
@@ -216,14 +222,14 @@ def list_gpus_of_cell(facts: Facts) -> set[NodeGpu]:
         if gpu.get("index") is not None
     }
     for worker in facts.workers:
-        index = get_by_path(worker["provenance"], "gpu.index")
+        index = get_field_by_path(worker["provenance"], "gpu.index")
         if index is not None:
-            gpus.add((facts.compute_node(worker["rank"]), index))
+            gpus.add((facts.compute_node_of_rank(worker["rank"]), index))
     return gpus
 
 
 @record_rule("groups-cross-nodes", "warning", "time")
-def find_groups_across_nodes(facts: Facts) -> Iterator[str]:
+def find_tensor_parallel_groups_across_nodes(facts: Facts) -> Iterator[str]:
     """Tensor-parallel workers of one group were on several nodes, although a node has room for the group:
     they exchanged activations over the slower network. Make the number of workers per node a multiple of
     tensor_parallel_size.
@@ -234,7 +240,7 @@ def find_groups_across_nodes(facts: Facts) -> Iterator[str]:
     across = [
         first
         for first in range(0, facts.gpus, together)
-        if facts.compute_node(first) != facts.compute_node(first + together - 1)
+        if facts.compute_node_of_rank(first) != facts.compute_node_of_rank(first + together - 1)
     ]
     if across:
         each = facts.workers_per_node
@@ -242,11 +248,13 @@ def find_groups_across_nodes(facts: Facts) -> Iterator[str]:
 
 
 @rule("shared-devices", "unusable", "time")
-def find_shared_devices(evidence: AuditData) -> Iterator[Case]:
+def find_gpus_shared_by_cells(evidence: AuditData) -> Iterator[Case]:
     """Two cells used one GPU at the same time, and slowed each other down."""
 
     def iter_gpu_uuids(record: Record) -> Iterator[str]:
-        uuids = {get_by_path(worker["provenance"], "gpu.uuid") for worker in record["workers"]}
+        uuids = {
+            get_field_by_path(worker["provenance"], "gpu.uuid") for worker in record["workers"]
+        }
         yield from uuids - {None}
 
     for uuid, together_s, one, later in iter_concurrent_cells(evidence, iter_gpu_uuids):
@@ -257,7 +265,7 @@ def find_shared_devices(evidence: AuditData) -> Iterator[Case]:
 
 
 @rule("shared-cores", "warning", "time")
-def find_shared_cores(evidence: AuditData) -> Iterator[Case]:
+def find_cpu_cores_shared_by_cells(evidence: AuditData) -> Iterator[Case]:
     """Two cells trained on the CPU at the same time, and together had more threads than cores, so that they
     waited for each other.
     """
@@ -284,8 +292,8 @@ def list_cores_and_count_threads(host: str, record: Record) -> tuple[set[int], i
     The cores are those that the workers may use.
     """
     on_host = [worker for worker in record["workers"] if get_host_name(worker) == host]
-    cores = (get_by_path(worker["provenance"], "host.affinity") or () for worker in on_host)
-    threads = get_by_path(record, "provenance.threads_per_worker") or 1
+    cores = (get_field_by_path(worker["provenance"], "host.affinity") or () for worker in on_host)
+    threads = get_field_by_path(record, "provenance.threads_per_worker") or 1
     return set().union(*cores), threads * len(on_host)
 
 
@@ -302,8 +310,10 @@ def iter_concurrent_cells(
     """
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
     for record in evidence.records:
-        begun, ended = (get_by_path(record, f"provenance.{end}") for end in ("started", "finished"))
-        stayed = not record.get("elastic") and not get_by_path(record, "restarts.between_s")
+        begun, ended = (
+            get_field_by_path(record, f"provenance.{end}") for end in ("started", "finished")
+        )
+        stayed = not record.get("elastic") and not get_field_by_path(record, "restarts.between_s")
         for place in list_places(record) if begun and ended and stayed else ():
             stay = (datetime.fromisoformat(begun), datetime.fromisoformat(ended), record)
             stays[place].append(stay)

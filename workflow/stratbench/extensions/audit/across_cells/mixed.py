@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from stratbench.analysis.records.derived import get_by_path
+from stratbench.analysis.records.derived import get_field_by_path
 from stratbench.cell.record import Record
 from stratbench.cell.settings import OF_A_VARIANT
 from stratbench.cell.text.words import shorten_for_table
@@ -49,7 +49,7 @@ class ComparedFields:
     severity: Severity
     affects: AffectedValues
     explanation: str
-    field_paths: tuple[str, ...]
+    field_path_prefixes: tuple[str, ...]
     shared_coordinates: tuple[str, ...] = ()
 
 
@@ -123,7 +123,7 @@ def iter_values_by_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from iter_values_by_path(inner, f"{path}.{key}")
 
 
-def collect_texts_by_path(record: Record) -> FieldTexts:
+def collect_field_texts_by_path(record: Record) -> FieldTexts:
     """Return a record's values that the rules compare, as texts by the field's path.
 
     A path has the values of all workers.
@@ -135,7 +135,7 @@ def collect_texts_by_path(record: Record) -> FieldTexts:
     leaves = [leaf for part in parts for leaf in iter_values_by_path(record[part], part)]
     for part in ("compute", "communication"):
         leaves += iter_values_by_path(record.get(part), part)
-    seed = get_by_path(record, "settings.seed")
+    seed = get_field_by_path(record, "settings.seed")
     leaves += [("seed", seed)]
     by_worker = [
         dict(iter_values_by_path(worker["provenance"] or {}, "worker"))
@@ -145,7 +145,7 @@ def collect_texts_by_path(record: Record) -> FieldTexts:
         leaves += [(path, NOT_STATED if one.get(path) is None else one[path]) for one in by_worker]
     for worker in record["workers"]:
         leaves.append(
-            ("cores", len(get_by_path(worker["provenance"], "host.affinity") or ()) or None)
+            ("cores", len(get_field_by_path(worker["provenance"], "host.affinity") or ()) or None)
         )
     for path, value in leaves:
         if not record["workers"] and path.startswith(FIELDS_OF_WORKERS):
@@ -158,7 +158,7 @@ def collect_texts_by_path(record: Record) -> FieldTexts:
 
 
 @lru_cache(maxsize=10_000)
-def find_table_row(path: str) -> int | None:
+def find_row_index_of_field(path: str) -> int | None:
     """Return the index of the row in TABLE that compares the field at `path`.
 
     Return None if the field may differ.
@@ -176,7 +176,9 @@ def find_table_row(path: str) -> int | None:
     if path == "settings.global_batch":
         return None
     for i, entry in enumerate(TABLE):
-        if any(path == start or path.startswith(f"{start}.") for start in entry.field_paths):
+        if any(
+            path == start or path.startswith(f"{start}.") for start in entry.field_path_prefixes
+        ):
             return i
     return None
 
@@ -187,8 +189,8 @@ def collect_records_by_table_row(evidence: AuditData) -> list[list[RecordWithTex
     by_row: list[list[RecordWithTexts]] = [[] for _ in TABLE]
     for record in evidence.records:
         parts: list[FieldTexts] = [{} for _ in TABLE]
-        for path, values in collect_texts_by_path(record).items():
-            if (row_index := find_table_row(path)) is not None:
+        for path, values in collect_field_texts_by_path(record).items():
+            if (row_index := find_row_index_of_field(path)) is not None:
                 parts[row_index][path] = values
         for row_index, part in enumerate(parts):
             by_row[row_index].append((record, part))
@@ -210,10 +212,10 @@ def iter_field_differences(evidence: AuditData, row_index: int) -> Iterator[Case
             by_record = [(record, facts.get(path, silent)) for record, facts in members]
             by_record = [(record, values) for record, values in by_record if values]
             if len(set().union(*(values for _, values in by_record))) > 1:
-                yield where, describe_values(path, by_record)
+                yield where, describe_field_values(path, by_record)
 
 
-def describe_values(path: str, values_by_record: Sequence[tuple[Record, set[str]]]) -> str:
+def describe_field_values(path: str, values_by_record: Sequence[tuple[Record, set[str]]]) -> str:
     """Describe the values of a field, the most frequent one first.
 
     Up to three others follow with their cells.
@@ -228,15 +230,15 @@ def describe_values(path: str, values_by_record: Sequence[tuple[Record, set[str]
     return ", ".join(parts)
 
 
-def make_rule_of_row(row_index: int) -> Rule:
+def make_rule_of_table_row(row_index: int) -> Rule:
     """Make the audit rule that compares the fields of one row of TABLE."""
     compared = TABLE[row_index]
 
-    def find_differences(evidence: AuditData) -> Iterator[Case]:
+    def find_field_differences(evidence: AuditData) -> Iterator[Case]:
         yield from iter_field_differences(evidence, row_index)
 
-    find_differences.__doc__ = compared.explanation
-    return rule(compared.rule_id, compared.severity, compared.affects)(find_differences)
+    find_field_differences.__doc__ = compared.explanation
+    return rule(compared.rule_id, compared.severity, compared.affects)(find_field_differences)
 
 
-MIXED = tuple(map(make_rule_of_row, range(len(TABLE))))
+MIXED = tuple(map(make_rule_of_table_row, range(len(TABLE))))

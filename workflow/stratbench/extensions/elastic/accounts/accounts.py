@@ -13,7 +13,7 @@ from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
-from stratbench.cell.files import finite_or_none, read_json_lines
+from stratbench.cell.files import replace_non_finite_by_none, read_json_lines
 from stratbench.extensions.elastic.accounts.history import (
     EpochTotals,
     MemberHistory,
@@ -34,7 +34,7 @@ def read_member_results(job: Job) -> dict[int, dict[str, Any]]:
     return {number: result for number, result in results.items() if result is not None}
 
 
-def sum_member_runs(job: Job, epoch_entries: list[dict[str, Any]]) -> dict[str, Any]:
+def compute_training_totals(job: Job, epoch_entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the time, samples and epochs of an elastic training, summed over all launchers.
 
     The result has the form of `totals.summarize_collective_run`. Pauses and repeated steps are part of
@@ -42,7 +42,7 @@ def sum_member_runs(job: Job, epoch_entries: list[dict[str, Any]]) -> dict[str, 
     `epoch_entries`.
     """
     s, elapsed_s = job.settings, 0.0
-    per_epoch_steps, histories = job.train_samples // s.global_batch, _read_histories(job)
+    per_epoch_steps, histories = job.train_samples // s.global_batch, _read_member_histories(job)
     last = max(
         [
             len(epoch_entries),
@@ -54,7 +54,7 @@ def sum_member_runs(job: Job, epoch_entries: list[dict[str, Any]]) -> dict[str, 
         for number in range(last)
     ]
     times_s = [epoch.train_s + epoch.pause_s for epoch in epochs]
-    changes = list(pairwise(_list_generations(histories)))
+    changes = list(pairwise(_list_all_generations(histories)))
     for number, entry in enumerate(epoch_entries):
         elapsed_s += times_s[number]
         entry["train_time_s"] = elapsed_s
@@ -65,7 +65,7 @@ def sum_member_runs(job: Job, epoch_entries: list[dict[str, Any]]) -> dict[str, 
             for a, b in changes
         )
         if once and abs(kept.reported_steps - per_epoch_steps) < 0.5 / job.cell.gpus:
-            entry["train_loss"] = finite_or_none(kept.loss_sum / kept.reported_steps)
+            entry["train_loss"] = replace_non_finite_by_none(kept.loss_sum / kept.reported_steps)
     steps = s.count_steps(job.train_samples)
     # A training that diverged has fewer evaluated epochs than planned.
     if epoch_entries and len(epoch_entries) < (s.epochs or 0):
@@ -83,17 +83,17 @@ def sum_member_runs(job: Job, epoch_entries: list[dict[str, Any]]) -> dict[str, 
 def make_elastic_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `elastic` of a cell without parameter servers."""
     origin = job.origin_unix_s
-    histories = _read_histories(job)
+    histories = _read_member_histories(job)
     dates = {
         number: event_times
         for history in reversed(histories)
         for number, event_times in history.dates_by_member.items()
     }
     jobs = [
-        make_job_entry(entry, dates.get(entry["number"], {}), origin)
+        make_worker_job_entry(entry, dates.get(entry["number"], {}), origin)
         for entry in read_worker_jobs(job)
     ]
-    generations = _list_generations(histories)
+    generations = _list_all_generations(histories)
     pauses = [g.pause_s for g in generations if g.pause_s is not None]
     checkpoints = [
         w["checkpoints"] for w in read_member_results(job).values() if w.get("checkpoints")
@@ -101,7 +101,7 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     held_up = [x for c in checkpoints for x in c["held_up_s"]]
     return {
         "incarnations": len(histories),
-        **sum_job_totals(jobs, _sum_training_s(generations)),
+        **compute_worker_job_totals(jobs, _sum_worker_training_s(generations)),
         "leaves": sum(len(history.left_members) for history in histories),
         "losses": sum(len(history.lost_members) for history in histories),
         "restarts": sum(g.from_checkpoint for g in generations),
@@ -125,7 +125,9 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     }
 
 
-def sum_job_totals(jobs: list[dict[str, Any]], sum_of_training_s: float) -> dict[str, Any]:
+def compute_worker_job_totals(
+    jobs: list[dict[str, Any]], sum_of_training_s: float
+) -> dict[str, Any]:
     """Return the record's totals of all worker jobs: queue wait, allocated and idle seconds.
 
     Args:
@@ -151,7 +153,7 @@ def read_worker_jobs(job: Job) -> list[dict[str, Any]]:
     return sorted({e["number"]: e for e in entries}.values(), key=lambda e: e["number"])
 
 
-def _read_histories(job: Job) -> list[MemberHistory]:
+def _read_member_histories(job: Job) -> list[MemberHistory]:
     """Read each launcher's history of members, and add steps that were not reported."""
     kept = [
         json.loads(path.read_text(encoding="utf-8"))
@@ -161,15 +163,15 @@ def _read_histories(job: Job) -> list[MemberHistory]:
     for history in histories:
         for g in history.generations:
             if g.to_step is None:
-                _add_unreported_work(history, g, job)
-    for a, b in pairwise(_list_generations(histories)):
+                _add_unreported_steps(history, g, job)
+    for a, b in pairwise(_list_all_generations(histories)):
         # If all members of a generation were lost, only the checkpoint shows how many steps they took.
         if b.from_checkpoint:
             a.to_step = max(a.step_at_end, b.from_step)
     return histories
 
 
-def _list_generations(histories: Iterable[MemberHistory]) -> list[TrainingGeneration]:
+def _list_all_generations(histories: Iterable[MemberHistory]) -> list[TrainingGeneration]:
     """Return the generations of all launchers' histories in one list."""
     return [g for history in histories for g in history.generations]
 
@@ -181,7 +183,7 @@ def _sum_epoch_totals(totals_by_launcher: Iterable[EpochTotals | None]) -> Epoch
     )
 
 
-def _add_unreported_work(history: MemberHistory, generation: TrainingGeneration, job: Job) -> None:
+def _add_unreported_steps(history: MemberHistory, generation: TrainingGeneration, job: Job) -> None:
     """Add to a history the steps that the members of a generation could not report.
 
     Members that lost their coordinator write these steps to files. Without a file, the time since the last
@@ -205,7 +207,7 @@ def _add_unreported_work(history: MemberHistory, generation: TrainingGeneration,
     )
 
 
-def make_job_entry(
+def make_worker_job_entry(
     journal_entry: dict[str, Any], event_times_unix_s: dict[str, float], origin_unix_s: float
 ) -> dict[str, Any]:
     """Return the record's entry of one worker job.
@@ -258,7 +260,7 @@ def _make_generation_entry(generation: TrainingGeneration, origin_unix_s: float)
     }
 
 
-def _sum_training_s(generations: list[TrainingGeneration]) -> float:
+def _sum_worker_training_s(generations: list[TrainingGeneration]) -> float:
     """Return the seconds in which workers trained or evaluated, summed over all workers."""
     return sum(
         len(g.members) * (g.ended_unix_s - g.began_unix_s)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from stratbench.extensions.elastic.accounts.accounts import (
-    make_job_entry,
+    make_worker_job_entry,
     read_member_results,
     read_worker_jobs,
-    sum_job_totals,
+    compute_worker_job_totals,
 )
 from stratbench.extensions.elastic.run_files import RunFiles
-from stratbench.extensions.elastic.servers.journal import collect_scores, read_journal
-from stratbench.extensions.servers.cells import read_servers
+from stratbench.extensions.elastic.servers.journal import collect_score_events, read_journal
+from stratbench.extensions.servers.cells import read_finished_server_statistics
 from stratbench.strategies import get_strategy_class
 from stratbench.train.job import Job
 
@@ -24,18 +24,18 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `elastic` of a cell with parameter servers."""
     journal, origin = read_journal(RunFiles(job.folder).servers_dir), job.origin_unix_s
     jobs = [
-        make_job_entry(e, find_first_dates(journal, e["number"]), origin)
+        make_worker_job_entry(e, find_first_event_times(journal, e["number"]), origin)
         for e in read_worker_jobs(job)
     ]
     training_s = sum(end - begin for begin, end in find_worker_presence_spans(journal))
-    servers = read_servers(job)
+    servers = read_finished_server_statistics(job)
     incarnations = [e for e in journal if e["event"] == "incarnation"]
     done_twice = sum(e["done_twice"] for e in incarnations)
     s = job.settings
     tickets_of_step = s.global_batch // get_strategy_class(s.strategy).samples_per_step(s)
     return {
         "incarnations": max(1, len(incarnations)),
-        **sum_job_totals(jobs, training_s),
+        **compute_worker_job_totals(jobs, training_s),
         "leaves": count_events(journal, "leave"),
         "losses": count_events(journal, "loss"),
         "restarts": sum(e["settled"] > 0 for e in incarnations[1:]),
@@ -72,7 +72,7 @@ def count_events(journal: list[dict[str, Any]], event: str) -> int:
     return sum(e["event"] == event for e in journal)
 
 
-def find_first_dates(journal: list[dict[str, Any]], worker: int) -> dict[str, float]:
+def find_first_event_times(journal: list[dict[str, Any]], worker: int) -> dict[str, float]:
     """Return the times at which a worker first joined and got a batch, by event."""
     names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
     dates: dict[str, float] = {}
@@ -119,7 +119,9 @@ def count_max_concurrent_workers(journal: list[dict[str, Any]]) -> int:
     return maximum
 
 
-def drop_work_after_end(statistics: list[dict[str, Any]], num_epochs: int) -> list[dict[str, Any]]:
+def drop_server_work_after_end(
+    statistics: list[dict[str, Any]], num_epochs: int
+) -> list[dict[str, Any]]:
     """Return the servers' statistics without tickets completed after the end of the training.
 
     The last evaluation may end the training while workers still complete tickets.
@@ -137,7 +139,7 @@ def drop_work_after_end(statistics: list[dict[str, Any]], num_epochs: int) -> li
 
 def list_evaluated_epochs(job: Job) -> list[dict[str, Any]]:
     """Return the record's entries of evaluated epochs, up to the epoch that ended the training."""
-    scores = collect_scores(read_journal(RunFiles(job.folder).servers_dir))
+    scores = collect_score_events(read_journal(RunFiles(job.folder).servers_dir))
     server = job.folder.read_server_statistics(0)
     last = server["elastic"]["finished_at_epoch"] if server else None
     epochs: list[dict[str, Any]] = []

@@ -82,7 +82,7 @@ class WorkerJobEntry:
     failed: bool = False
 
 
-class Backend(Protocol):
+class WorkerJobBackend(Protocol):
     """A scheduler that runs worker jobs: SLURM, or processes of this machine."""
 
     def submit_worker_job(self, worker_number: int, slot: int) -> str:
@@ -112,7 +112,7 @@ class WorkerJobSupervisor:
     supervisor continues with the jobs that still run. At the end of the context all jobs are cancelled.
     """
 
-    def __init__(self, backend: Backend, slots: int, journal: Path) -> None:
+    def __init__(self, backend: WorkerJobBackend, slots: int, journal: Path) -> None:
         self._backend, self._slots, self._journal = backend, slots, journal
         self._entries: dict[str, WorkerJobEntry] = {}  # states of all jobs, by job id
         self._live: dict[int, str] = {}  # id of the queued or running job, by slot

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from stratbench.cell.run_folder import format_worker_name
-from stratbench.extensions.elastic.jobs.keeper import Backend, JobStatus, SubmissionRefused
+from stratbench.extensions.elastic.jobs.keeper import WorkerJobBackend, JobStatus, SubmissionRefused
 from stratbench.train.forkserver import Process
 
 WORKER = "stratbench.extensions.elastic.worker:main"
 
 
-class LocalJobs(Backend):
+class LocalJobs(WorkerJobBackend):
     """A scheduler that runs worker jobs as processes of this machine.
 
     A job's id is a process id, and its slot is a GPU's number.

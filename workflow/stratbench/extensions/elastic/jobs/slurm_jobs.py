@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from stratbench.cell.run_folder import RunFolder, format_worker_name
-from stratbench.extensions.elastic.jobs.keeper import Backend, JobStatus, SubmissionRefused
+from stratbench.extensions.elastic.jobs.keeper import WorkerJobBackend, JobStatus, SubmissionRefused
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.study.slurm import submission
@@ -33,7 +33,7 @@ _REMEDY = (
 )
 
 
-class SlurmJobs(Backend):
+class SlurmJobs(WorkerJobBackend):
     """Scheduler that runs the worker jobs of an elastic cell as SLURM jobs.
 
     A job's script has only paths and numbers, because `scontrol` shows it to other users. The worker runs in
@@ -125,7 +125,9 @@ class SlurmJobs(Backend):
             return None
         rows = [line.split("|") for line in done.stdout.splitlines()]
         return {
-            row[0]: _parse_status(*row[1:]) for row in rows if len(row) == 5 and row[0] in wanted
+            row[0]: _parse_job_status(*row[1:])
+            for row in rows
+            if len(row) == 5 and row[0] in wanted
         }
 
     def cancel_worker_jobs(self, job_ids: Iterable[str]) -> None:
@@ -133,19 +135,23 @@ class SlurmJobs(Backend):
             run_slurm_command(["scancel", "--quiet", *ids])
 
 
-def _parse_status(state: str, reason: str, start: str, end: str) -> JobStatus:
+def _parse_job_status(state: str, reason: str, start: str, end: str) -> JobStatus:
     state = state.partition(" ")[0]  # without the user in "CANCELLED by 1000"
     if state in QUEUED:
         return JobStatus("queued", reason)
     if state in _RUNNING:
-        return JobStatus("running", started_unix_s=_parse_date(start))
+        return JobStatus("running", started_unix_s=_parse_squeue_time(start))
     text = state if reason in ("None", "") else f"{state} ({reason})"
     return JobStatus(
-        "ended", text, state not in _HARMLESS_ENDS, _parse_date(start), _parse_date(end)
+        "ended",
+        text,
+        state not in _HARMLESS_ENDS,
+        _parse_squeue_time(start),
+        _parse_squeue_time(end),
     )
 
 
-def _parse_date(text: str) -> float | None:
+def _parse_squeue_time(text: str) -> float | None:
     """Return a time that squeue printed, in seconds since 1970. None if it is unknown."""
     try:
         return datetime.fromisoformat(text).timestamp()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stratbench.extensions.elastic.servers.journal import read_end_mark
+from stratbench.extensions.elastic.servers.journal import read_run_end_mark
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused
@@ -90,7 +90,7 @@ class ReturningChannel:
         """Try to join until the present servers admit this worker. Return False if the training is over."""
         heard, pause_s = time.monotonic(), 1.0
         while not self._leave_requested.is_set():
-            if read_end_mark(self._folder) is not None:
+            if read_run_end_mark(self._folder) is not None:
                 return False
             incarnation = None
             try:

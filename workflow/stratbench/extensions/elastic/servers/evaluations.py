@@ -14,7 +14,7 @@ from stratbench.extensions.servers.wire.frames import ProtocolError
 _FIGURES = ("test_loss", "score", "score_error")
 
 
-def parse_score(message: Any) -> dict[str, float | None]:
+def parse_score_message(message: Any) -> dict[str, float | None]:
     """Check the values of a SCORE message, and return them. None replaces values that are not finite.
 
     Raises:

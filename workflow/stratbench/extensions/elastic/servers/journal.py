@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 
 _JOURNAL, _ENDED, _DONE = "journal.jsonl", "ended.json", "tickets"
 
@@ -51,10 +51,10 @@ class Journal:
 
 def read_journal(folder: str | Path) -> list[dict[str, Any]]:
     """Read all events of the journal in order. Without a journal the list is empty."""
-    return NewEvents(folder).read_new_events()
+    return JournalReader(folder).read_new_events()
 
 
-def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def collect_score_events(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the `score` events of the journal by epoch. They have the results of evaluations.
 
     Restarted servers resume from a saved state. Epochs that ended after this state are trained again, so that
@@ -69,7 +69,7 @@ def collect_scores(journal: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any
     return scores
 
 
-class NewEvents:
+class JournalReader:
     """Reads events that were added to the journal, each event once."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -87,12 +87,12 @@ class NewEvents:
         return [json.loads(line) for line in whole.splitlines()]
 
 
-def read_last_incarnation(folder: str | Path) -> int:
+def read_last_incarnation_number(folder: str | Path) -> int:
     """Return the number of the servers' last start (incarnation), or 0 before the first."""
     return max((entry["incarnation"] for entry in read_journal(folder)), default=0)
 
 
-class SettledTickets:
+class CompletedTickets:
     """File of completed tickets, with one byte per ticket.
 
     The byte is 0 until the ticket is completed. Then it is the number of the incarnation that did so, at most
@@ -126,35 +126,35 @@ class SettledTickets:
         os.close(self._file)
 
 
-def get_state_manifest(folder: str | Path, server: int) -> Path:
+def get_state_manifest_path(folder: str | Path, server: int) -> Path:
     """Return the path of the JSON file that describes a server's saved state."""
     return Path(folder, f"state{server}.json")
 
 
-def delete_state(folder: str | Path, server: int) -> None:
+def delete_server_state(folder: str | Path, server: int) -> None:
     """Delete a server's saved state, so that the training starts from the beginning."""
-    get_state_manifest(folder, server).unlink(missing_ok=True)
+    get_state_manifest_path(folder, server).unlink(missing_ok=True)
 
 
-def has_state(folder: str | Path, n_servers: int) -> bool:
+def is_state_of_all_servers_saved(folder: str | Path, n_servers: int) -> bool:
     """Return whether each of `n_servers` servers has a saved state."""
-    return all(get_state_manifest(folder, server).exists() for server in range(n_servers))
+    return all(get_state_manifest_path(folder, server).exists() for server in range(n_servers))
 
 
-def delete_end_mark(folder: str | Path) -> None:
+def delete_run_end_mark(folder: str | Path) -> None:
     """Delete the mark that the training is over, because the servers start again."""
     Path(folder, _ENDED).unlink(missing_ok=True)
 
 
-def write_end_mark(folder: str | Path, error: str | None) -> None:
+def write_run_end_mark(folder: str | Path, error: str | None) -> None:
     """Write the mark that the training is over, with the error if it has failed.
 
     Workers and other servers read this mark.
     """
-    write_atomic(Path(folder, _ENDED), json.dumps({"error": error}))
+    write_text_atomically(Path(folder, _ENDED), json.dumps({"error": error}))
 
 
-def read_end_mark(folder: str | Path) -> dict[str, Any] | None:
+def read_run_end_mark(folder: str | Path) -> dict[str, Any] | None:
     """Return the content of the mark that the training is over, if it exists."""
     try:
         return json.loads(Path(folder, _ENDED).read_text(encoding="utf-8"))

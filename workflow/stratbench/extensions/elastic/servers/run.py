@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.extensions.elastic.servers.config import ElasticServerConfig
-from stratbench.extensions.elastic.servers.evaluations import Evaluations, parse_score
+from stratbench.extensions.elastic.servers.evaluations import Evaluations, parse_score_message
 from stratbench.extensions.elastic.servers.journal import (
     Journal,
-    SettledTickets,
-    collect_scores,
-    delete_state,
-    read_end_mark,
+    CompletedTickets,
+    collect_score_events,
+    delete_server_state,
+    read_run_end_mark,
     read_journal,
-    write_end_mark,
+    write_run_end_mark,
 )
-from stratbench.extensions.elastic.servers.saved_state import Saver, find_common_tickets, load_state
+from stratbench.extensions.elastic.servers.saved_state import (
+    StateSaver,
+    find_tickets_applied_by_all_shards,
+    load_server_state,
+)
 from stratbench.extensions.servers.ps.member import Member
 from stratbench.extensions.servers.ps.membership import OpenMembership
 from stratbench.extensions.servers.ps.server_run import ServerRun
@@ -56,7 +60,7 @@ class ElasticRun(ServerRun):
         self._done_twice: list[int] = []
         self._begun: set[int] = set()  # numbers of workers that have got a ticket
         self._settled_before = 0  # number of tickets completed before this start of the servers
-        self._saver = Saver(self._folder, config.server, self._stop_with_error)
+        self._saver = StateSaver(self._folder, config.server, self._stop_with_error)
         self._saved_s = 0.0  # time.monotonic() when the state was last saved
         self._finished_at: int | None = None  # epoch whose results ended the training early
         evaluates = self._first and config.snapshot_dir is not None and config.steps is None
@@ -65,10 +69,10 @@ class ElasticRun(ServerRun):
         )
         if self._first:
             self._journal = Journal(own.folder, own.incarnation)
-            self._ledger = SettledTickets(own.folder, own.incarnation)
+            self._ledger = CompletedTickets(own.folder, own.incarnation)
         settled = self._restore_saved_state() if own.resumes_saved_state else set()
         if not own.resumes_saved_state:
-            delete_state(own.folder, config.server)
+            delete_server_state(own.folder, config.server)
         if config.snapshot_dir is not None:
             delete_later_snapshots(config.snapshot_dir, config.server, len(self.epochs.ends))
         if self._first:
@@ -83,8 +87,8 @@ class ElasticRun(ServerRun):
     def _restore_saved_state(self) -> set[int]:
         """Restore the saved state before any worker joins. Return the completed tickets."""
         c = self.config
-        saved = load_state(self._folder, c.server)
-        settled = find_common_tickets(self._folder, c.n_servers)
+        saved = load_server_state(self._folder, c.server)
+        settled = find_tickets_applied_by_all_shards(self._folder, c.n_servers)
         self._store = Store(saved.layout, c.shard_bytes, c.server, c.n_servers, c.max_model_bytes)
         self._store.restore_state(self._make_shard, saved.shards, saved.buffers)
         self._initialised = True
@@ -99,7 +103,7 @@ class ElasticRun(ServerRun):
                 saved.extra_values["reassigned"],
             )
             self._evaluations.restore_scores(
-                collect_scores(read_journal(self._folder)), len(settled)
+                collect_score_events(read_journal(self._folder)), len(settled)
             )
         with self._lock:
             self._finish_if_all_settled()
@@ -218,7 +222,7 @@ class ElasticRun(ServerRun):
         member.queue_frame(Frame(Kind.EVAL, shard=epoch))
 
     def _on_score(self, member: Member, values: Any) -> None:
-        figures = parse_score(values)
+        figures = parse_score_message(values)
         with self._lock:
             if not member.alive or member.evaluated_epoch is None:
                 raise ProtocolError("unexpected frame: SCORE from a worker that evaluates no epoch")
@@ -292,7 +296,7 @@ class ElasticRun(ServerRun):
     def _check_start_deadline(self, age_s: float) -> None:
         if self._started and time.monotonic() - self._saved_s > self._own.save_interval_s:
             self._start_state_save()
-        if not self._first and read_end_mark(self._folder) is not None:
+        if not self._first and read_run_end_mark(self._folder) is not None:
             with self._lock:
                 self.done = True
                 self._end_run_if_empty()
@@ -310,7 +314,7 @@ class ElasticRun(ServerRun):
         super().close()
         if self._first:
             if self.done or self.error is not None:
-                write_end_mark(self._folder, self.error)
+                write_run_end_mark(self._folder, self.error)
             self._journal.close()
             self._ledger.close()
 
@@ -351,7 +355,9 @@ class ElasticRun(ServerRun):
         return statistics
 
 
-def make_run(config: ElasticServerConfig, secret: bytes, make_policy: MakePolicy) -> ElasticRun:
+def make_elastic_run(
+    config: ElasticServerConfig, secret: bytes, make_policy: MakePolicy
+) -> ElasticRun:
     """Make the run of an elastic server. On SIGTERM it saves its state and stops.
 
     Args:

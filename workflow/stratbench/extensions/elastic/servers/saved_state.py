@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from stratbench.cell.files import write_atomic
-from stratbench.extensions.elastic.servers.journal import get_state_manifest
+from stratbench.cell.files import write_text_atomically
+from stratbench.extensions.elastic.servers.journal import get_state_manifest_path
 from stratbench.extensions.servers.policies.policy import Fields
 from stratbench.extensions.servers.ps.store import Store
 from stratbench.extensions.servers.ps.tickets import CompactIntSet, intersect_sets
@@ -76,7 +76,7 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
     return tensor
 
 
-def save_state(
+def save_server_state(
     folder: Path, server: int, collect_values: Callable[[], dict[str, Any]], store: Store
 ) -> float:
     """Save a server's state: first the shards of its store, then other values.
@@ -108,7 +108,7 @@ def save_state(
         "file": path.name, "layout": asdict(store.layout), "facts": collect_values(), "taken": taken,
         "shards": shards, "buffers": buffers,
     }  # fmt: skip
-    write_atomic(get_state_manifest(folder, server), json.dumps(manifest))
+    write_text_atomically(get_state_manifest_path(folder, server), json.dumps(manifest))
     for other in old:
         other.unlink(missing_ok=True)
     return held_up_s
@@ -123,29 +123,29 @@ class SavedServerState(NamedTuple):
     buffers: dict[str, Any] | None  # `BufferMean.state`, or None for a model without float buffers
 
 
-def load_state(folder: Path, server: int) -> SavedServerState:
+def load_server_state(folder: Path, server: int) -> SavedServerState:
     """Load the last saved state of a parameter server."""
-    manifest = _read_manifest(folder, server)
+    manifest = _read_state_manifest(folder, server)
     with (folder / manifest["file"]).open("rb") as file:
         shards = {k: unpack_tensors(packed, file) for k, packed in manifest["shards"]}
         buffers = unpack_tensors(manifest["buffers"], file)
     return SavedServerState(Layout(**manifest["layout"]), manifest["facts"], shards, buffers)
 
 
-def find_common_tickets(folder: Path, n_servers: int) -> CompactIntSet:
+def find_tickets_applied_by_all_shards(folder: Path, n_servers: int) -> CompactIntSet:
     """Return the tickets that all shards of all servers had applied when they were saved.
 
     Servers save their shards at different times. Workers compute all other tickets again. A shard that has
     already applied such a ticket skips it, so that no ticket is applied twice.
     """
-    manifests = [_read_manifest(folder, server) for server in range(n_servers)]
+    manifests = [_read_state_manifest(folder, server) for server in range(n_servers)]
     return intersect_sets(
         CompactIntSet(*taken) for manifest in manifests for taken in manifest["taken"]
     )
 
 
-def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
-    path = get_state_manifest(folder, server)
+def _read_state_manifest(folder: Path, server: int) -> dict[str, Any]:
+    path = get_state_manifest_path(folder, server)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -154,7 +154,7 @@ def _read_manifest(folder: Path, server: int) -> dict[str, Any]:
         ) from error
 
 
-class Saver:
+class StateSaver:
     """Saves a parameter server's state on another thread, one state at a time."""
 
     def __init__(self, folder: Path, server: int, on_failure: Callable[[str], None]) -> None:
@@ -174,7 +174,7 @@ class Saver:
 
     def _write_state(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
         try:
-            self.held_up_s += save_state(self._folder, self._server, collect_values, store)
+            self.held_up_s += save_server_state(self._folder, self._server, collect_values, store)
             self.count += 1
         # Without saved states the training could not be resumed, so that any error ends it.
         except Exception as error:

@@ -6,26 +6,26 @@ from typing import Any
 
 import yaml
 
-from stratbench.extensions.emit.choice import Choice, format_comments
-from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
-from stratbench.extensions.emit.targets.ddp_options import note_ddp_options
+from stratbench.extensions.emit.choice import ChosenCell, format_comment_lines
+from stratbench.extensions.emit.targets.checkpointing import add_checkpointing_comment
+from stratbench.extensions.emit.targets.ddp_options import add_ddp_options_comment
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    note_length_and_data,
-    note_missing_cpu_support,
-    note_precision,
-    note_script_duties,
+    add_length_and_data_comments,
+    add_missing_cpu_support_comment,
+    add_precision_comment,
+    add_script_comments,
     write_optimizer_call,
-    write_schedule_lines,
+    write_lr_schedule_lines,
 )
 from stratbench.extensions.emit.targets.sharding_lines import (
     describe_gradient_reduction,
-    note_mixed_precision,
-    note_shard_groups,
+    add_mixed_precision_comment,
+    add_shard_groups_comment,
 )
 
 
-def format_target_file(choice: Choice, target_strategy: str) -> str:
+def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     """Return the cell as an Accelerate config file in YAML.
 
     Args:
@@ -41,7 +41,7 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
         "main_training_function": "main",
         "mixed_precision": "no",
         "num_machines": choice.num_nodes,
-        "num_processes": choice.take_setting("gpus"),
+        "num_processes": choice.get_setting_to_write("gpus"),
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": on_cpu and target_strategy in ("NO", "MULTI_GPU"),
@@ -53,57 +53,57 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
         }
         # This call marks the settings that deepspeed.json contains, so that no comment lists them.
         make_deepspeed_config(choice)
-        note_checkpointing(choice)
-        choice.add_note(
+        add_checkpointing_comment(choice)
+        choice.add_file_comment(
             "deepspeed.json, next to this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
         )
-        choice.add_note(f"in the script, {write_optimizer_call(choice)}", "optimizer", "lr")
-        if write_schedule_lines(choice):
-            choice.add_note("in the script; deepspeed.json has the formula", "schedule")
-        note_length_and_data(choice)
-        note_missing_cpu_support(choice, "Accelerate", "DeepSpeed")
+        choice.add_file_comment(f"in the script, {write_optimizer_call(choice)}", "optimizer", "lr")
+        if write_lr_schedule_lines(choice):
+            choice.add_file_comment("in the script; deepspeed.json has the formula", "schedule")
+        add_length_and_data_comments(choice)
+        add_missing_cpu_support_comment(choice, "Accelerate", "DeepSpeed")
     else:
-        note_script_duties(
+        add_script_comments(
             choice,
             clipping_text="in the script, accelerator.clip_grad_norm_(model.parameters(), {norm})",
-            accumulation_text=describe_accumulation(choice),
+            accumulation_text=describe_gradient_accumulation(choice),
             is_compiled_by_file=True,
         )
         if s.precision in ("bf16", "fp16"):
-            config["mixed_precision"] = choice.take_setting("precision")
-        note_precision(choice)
-        if choice.take_setting("compile"):
+            config["mixed_precision"] = choice.get_setting_to_write("precision")
+        add_precision_comment(choice)
+        if choice.get_setting_to_write("compile"):
             config["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
         if target_strategy == "FSDP":
-            config |= make_fsdp_config(choice)
+            config |= make_accelerate_fsdp_config(choice)
         else:
-            note_checkpointing(choice, "model.gradient_checkpointing_enable(), or ")
+            add_checkpointing_comment(choice, "model.gradient_checkpointing_enable(), or ")
         if target_strategy == "MULTI_GPU":
-            note_ddp_options(choice)
+            add_ddp_options_comment(choice)
             if on_cpu:
-                choice.add_note(
+                choice.add_file_comment(
                     "MULTI_GPU starts CPU processes, too, where MULTI_CPU needs MPI; the variable before "
                     "`accelerate` has them stay on CPUs"
                 )
     if choice.num_nodes > 1:
-        choice.add_note(
+        choice.add_file_comment(
             "main_process_ip and main_process_port, and machine_rank on each node, are yours"
         )
     threads = f" --num_cpu_threads_per_process {s.threads}" if s.threads else ""
     variable = "ACCELERATE_USE_CPU=true " if config["use_cpu"] else ""
     start = f"start: {variable}accelerate launch --config_file FILE{threads} train.py"
-    head = format_comments([*choice.title_comments, start, *choice.comments])
+    head = format_comment_lines([*choice.cell_comments, start, *choice.comments])
     return head + yaml.safe_dump(config, sort_keys=False)
 
 
-def describe_accumulation(choice: Choice) -> str:
+def describe_gradient_accumulation(choice: ChosenCell) -> str:
     """Return a comment on how the script accumulates gradients over `{parts}` micro-batches.
 
     The caller fills in `{parts}`. FSDP reduces gradients as often as in the cell.
     """
-    sync = choice.take_option("gradient_sync")
+    sync = choice.get_option_to_write("gradient_sync")
     if choice.settings.gradient_accumulation_steps > 1 and sync is not None:
-        choice.add_note(
+        choice.add_file_comment(
             f"gradients are reduced with {describe_gradient_reduction(choice)}", "gradient_sync"
         )
     if sync != "each-part":
@@ -114,26 +114,28 @@ def describe_accumulation(choice: Choice) -> str:
     )
 
 
-def make_fsdp_config(choice: Choice) -> dict[str, Any]:
+def make_accelerate_fsdp_config(choice: ChosenCell) -> dict[str, Any]:
     """Return the keys `fsdp_config` and `parallelism_config` of an Accelerate config."""
     s, classes = choice.settings, choice.block_class_names
-    offload = choice.take_option("offload")
+    offload = choice.get_option_to_write("offload")
     fsdp: dict[str, Any] = {
         "fsdp_version": 2,
-        "fsdp_reshard_after_forward": choice.take_option("reshard_after_forward") == "always",
+        "fsdp_reshard_after_forward": choice.get_option_to_write("reshard_after_forward")
+        == "always",
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if classes else "SIZE_BASED_WRAP",
         "fsdp_offload_params": offload == "cpu",
-        "fsdp_activation_checkpointing": choice.take_setting("activation_checkpointing") is True,
+        "fsdp_activation_checkpointing": choice.get_setting_to_write("activation_checkpointing")
+        is True,
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
     if classes:
         fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(classes)
     else:
-        note_shard_groups(choice)
+        add_shard_groups_comment(choice)
         fsdp["fsdp_min_num_params"] = choice.record["model"]["parameters"] // 12
     if s.activation_checkpointing is not True:
-        note_checkpointing(choice)
+        add_checkpointing_comment(choice)
     config: dict[str, Any] = {"fsdp_config": fsdp}
     workers = choice.shard_group_size
     if workers < s.gpus:
@@ -141,9 +143,9 @@ def make_fsdp_config(choice: Choice) -> dict[str, Any]:
             "parallelism_config_dp_replicate_size": s.gpus // workers,
             "parallelism_config_dp_shard_size": workers,
         }
-    note_mixed_precision(choice, "Accelerate")
-    choice.add_note(
+    add_mixed_precision_comment(choice, "Accelerate")
+    choice.add_file_comment(
         "Accelerate shards embeddings, the last norm and the head apart, too; the cell left them to the root"
     )
-    note_missing_cpu_support(choice, "Accelerate", "FSDP")
+    add_missing_cpu_support_comment(choice, "Accelerate", "FSDP")
     return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stratbench.extensions.emit.choice import Choice
+from stratbench.extensions.emit.choice import ChosenCell
 from stratbench.extensions.emit.targets.python_text import CodeLines
 
 #: Emitted code for `activation_checkpointing: selective`, which stores the results of some operators only.
@@ -32,9 +32,9 @@ def selective():  # attention and every second product are kept, as in torchtita
 CLEARED = "    torch.clear_autocast_cache()"
 
 
-def write_checkpointing_lines(choice: Choice) -> CodeLines:
+def write_checkpointing_lines(choice: ChosenCell) -> CodeLines:
     """Return code lines that checkpoint the activations of the modules in the list `blocks`."""
-    mode = choice.take_setting("activation_checkpointing")
+    mode = choice.get_setting_to_write("activation_checkpointing")
     if not mode:
         return CodeLines([], [])
     names, lines, context = ["checkpoint"], [], ""
@@ -43,7 +43,7 @@ def write_checkpointing_lines(choice: Choice) -> CodeLines:
         lines, context = SELECTIVE.strip().splitlines(), ", context_fn=selective"
         if choice.settings.precision in ("bf16", "fp16") and not choice.settings.compile:
             lines.insert(lines.index("    products = {False: 0, True: 0}"), CLEARED)
-    every = parse_block_interval(mode)
+    every = parse_checkpointing_interval(mode)
     some = f"[{every - 1}::{every}]" if every > 1 else ""
     lines += [
         f"for block in blocks{some}:  # computed again in backward",
@@ -56,8 +56,8 @@ def write_checkpointing_lines(choice: Choice) -> CodeLines:
     return CodeLines(lines, imports)
 
 
-def note_checkpointing(
-    choice: Choice, switch_for_all_blocks: str = "", place_in_script: str = "in the script"
+def add_checkpointing_comment(
+    choice: ChosenCell, switch_for_all_blocks: str = "", place_in_script: str = "in the script"
 ) -> None:
     """Add a comment on how to enable activation checkpointing, if the cell uses it.
 
@@ -66,10 +66,10 @@ def note_checkpointing(
         switch_for_all_blocks: Text on a call that checkpoints all blocks, ending with "or "; may be empty.
         place_in_script: Place in the user's script where checkpointing is enabled.
     """
-    mode = choice.take_setting("activation_checkpointing")
+    mode = choice.get_setting_to_write("activation_checkpointing")
     if not mode:
         return
-    every = parse_block_interval(mode)
+    every = parse_checkpointing_interval(mode)
     which = f"block of {every} in a row, the last one" if every > 1 else "block"
     switch = switch_for_all_blocks if mode is True else ""
     text = f"{place_in_script}, {switch}torch.utils.checkpoint around each {which}"
@@ -78,9 +78,9 @@ def note_checkpointing(
             ", with a context_fn that keeps attention and every second product "
             "(create_selective_checkpoint_contexts; --to pytorch has it)"
         )
-    choice.add_note(text, "activation_checkpointing")
+    choice.add_file_comment(text, "activation_checkpointing")
 
 
-def parse_block_interval(checkpointing_mode: bool | str) -> int:
+def parse_checkpointing_interval(checkpointing_mode: bool | str) -> int:
     """Return N if `activation_checkpointing` is `every-N`, or 1 if each block is checkpointed."""
     return int(str(checkpointing_mode).partition("every-")[2] or 1)

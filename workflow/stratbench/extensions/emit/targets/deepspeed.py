@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 
-from stratbench.extensions.emit.choice import Choice
-from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
+from stratbench.extensions.emit.choice import ChosenCell
+from stratbench.extensions.emit.targets.checkpointing import add_checkpointing_comment
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    note_length_and_data,
+    add_length_and_data_comments,
     write_optimizer_call,
-    write_schedule_lines,
+    write_lr_schedule_lines,
 )
 
 
-def format_target_file(choice: Choice, target_strategy: str) -> str:
+def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     """Return the cell as a DeepSpeed config in JSON.
 
     Args:
@@ -25,17 +25,19 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
         target_strategy: Unused.
     """
     config = make_deepspeed_config(choice)
-    choice.add_note(
+    choice.add_file_comment(
         f"initialize(model=model, optimizer={write_optimizer_call(choice)}, config=FILE)",
         "optimizer",
         "lr",
     )
-    if lines := write_schedule_lines(choice):
+    if lines := write_lr_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
-        choice.add_note(f"in the script, LambdaLR(optimizer, share_of_lr) with {text}", "schedule")
-    note_checkpointing(choice)
-    note_length_and_data(choice)
-    workers = choice.take_setting("gpus")
+        choice.add_file_comment(
+            f"in the script, LambdaLR(optimizer, share_of_lr) with {text}", "schedule"
+        )
+    add_checkpointing_comment(choice)
+    add_length_and_data_comments(choice)
+    workers = choice.get_setting_to_write("gpus")
     start = f"start: deepspeed --num_nodes {choice.num_nodes} --num_gpus {choice.workers_per_node} train.py"
-    comments = [*choice.title_comments, f"{start} ({workers} workers)", *choice.comments]
+    comments = [*choice.cell_comments, f"{start} ({workers} workers)", *choice.comments]
     return json.dumps({"comments": comments, **config}, indent=2) + "\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratbench.extensions.emit.choice import Choice
+from stratbench.extensions.emit.choice import ChosenCell
 
 #: Code of autocast's dtype for each `precision` that is mixed precision.
 AUTOCAST = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -16,14 +16,14 @@ IMPLEMENTATIONS = {
 }
 
 
-def list_optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
+def get_optimizer_class_and_arguments(choice: ChosenCell) -> tuple[str, dict[str, Any]]:
     """Return the optimizer's class name in `torch.optim`, and its arguments except the parameters."""
-    kind, lr = choice.take_setting("optimizer"), choice.take_setting("lr")
+    kind, lr = choice.get_setting_to_write("optimizer"), choice.get_setting_to_write("lr")
     keys = ("betas", "eps") if kind == "adamw" else ("momentum", "nesterov")
     for key in ("betas", "eps", "momentum", "nesterov"):
-        choice.take_setting(key)
+        choice.get_setting_to_write(key)
     s = choice.settings
-    arguments = {"lr": lr, "weight_decay": choice.take_setting("weight_decay")}
+    arguments = {"lr": lr, "weight_decay": choice.get_setting_to_write("weight_decay")}
     arguments |= {key: getattr(s, key) for key in keys}
     if kind == "adamw":
         arguments["betas"] = tuple(arguments["betas"])
@@ -31,28 +31,30 @@ def list_optimizer_arguments(choice: Choice) -> tuple[str, dict[str, Any]]:
     return ("AdamW" if kind == "adamw" else "SGD"), arguments
 
 
-def find_optimizer_implementation(choice: Choice) -> str:
+def find_optimizer_implementation(choice: ChosenCell) -> str:
     """Return the implementation of the optimizer that the cell ran: fused, foreach or for-loop."""
-    implementation, on_gpu = choice.take_setting("optimizer_impl"), choice.device == "cuda"
+    implementation, on_gpu = choice.get_setting_to_write("optimizer_impl"), choice.device == "cuda"
     on_gpu = on_gpu and choice.options.get("offload") != "cpu"
     if implementation == "fused" and choice.settings.optimizer == "sgd" and not on_gpu:
         return "for-loop"
     return implementation
 
 
-def write_optimizer_call(choice: Choice, parameters_code: str = "model.parameters()") -> str:
+def write_optimizer_call(choice: ChosenCell, parameters_code: str = "model.parameters()") -> str:
     """Return the code of the call that creates the optimizer."""
-    kind, arguments = list_optimizer_arguments(choice)
+    kind, arguments = get_optimizer_class_and_arguments(choice)
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
     return f"torch.optim.{kind}({parameters_code}{keywords})"
 
 
-def write_schedule_lines(choice: Choice) -> list[str]:
+def write_lr_schedule_lines(choice: ChosenCell) -> list[str]:
     """Return the code of a function that returns the learning rate of a step as a share of `lr`.
 
     The list is empty if the learning rate is constant.
     """
-    schedule, warmup, final = map(choice.take_setting, ("schedule", "lr_warmup_steps", "final_lr"))
+    schedule, warmup, final = map(
+        choice.get_setting_to_write, ("schedule", "lr_warmup_steps", "final_lr")
+    )
     if not choice.settings.has_changing_lr:
         return []
     lines = ["def share_of_lr(step):"]
@@ -72,8 +74,8 @@ def write_schedule_lines(choice: Choice) -> list[str]:
     ]
 
 
-def note_script_duties(
-    choice: Choice, clipping_text: str, accumulation_text: str, is_compiled_by_file: bool
+def add_script_comments(
+    choice: ChosenCell, clipping_text: str, accumulation_text: str, is_compiled_by_file: bool
 ) -> None:
     """Add comments on what the user's training script has to do itself.
 
@@ -84,94 +86,100 @@ def note_script_duties(
         is_compiled_by_file: Whether the emitted file itself makes the engine compile the model.
     """
     s = choice.settings
-    choice.add_note(
+    choice.add_file_comment(
         f"in the script, {write_optimizer_call(choice)}",
         *("optimizer", "lr"),
     )
-    choice.add_note(f"in the script, DataLoader(batch_size={choice.micro_batch_size}) on each worker",
+    choice.add_file_comment(f"in the script, DataLoader(batch_size={choice.micro_batch_size}) on each worker",
                 "global_batch", "per_worker_batch")  # fmt: skip
-    if choice.take_setting("gradient_accumulation_steps") > 1:
-        choice.add_note(
+    if choice.get_setting_to_write("gradient_accumulation_steps") > 1:
+        choice.add_file_comment(
             accumulation_text.format(parts=s.gradient_accumulation_steps),
             "gradient_accumulation_steps",
         )
     if s.max_grad_norm is not None:
-        choice.add_note(clipping_text.format(norm=s.max_grad_norm), "max_grad_norm")
-    if lines := write_schedule_lines(choice):
+        choice.add_file_comment(clipping_text.format(norm=s.max_grad_norm), "max_grad_norm")
+    if lines := write_lr_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
-        choice.add_note(
+        choice.add_file_comment(
             f"in the script, LambdaLR(optimizer, share_of_lr), a step per update, with {text}",
             *("schedule", "lr_warmup_steps", "final_lr"),
         )
     if s.compile and not is_compiled_by_file:
-        choice.add_note("in the script, model = torch.compile(model)", "compile")
-    note_length_and_data(choice)
+        choice.add_file_comment("in the script, model = torch.compile(model)", "compile")
+    add_length_and_data_comments(choice)
 
 
-def note_length_and_data(choice: Choice, comments_on_length: bool = True) -> None:
+def add_length_and_data_comments(choice: ChosenCell, comments_on_length: bool = True) -> None:
     """Add comments on the training's length, loss, data, seed and threads."""
     s = choice.settings
-    note_loss_chunks(choice)
+    add_loss_chunks_comment(choice)
     for key in ("epochs", "steps"):
-        if comments_on_length and choice.take_setting(key) is not None:
-            choice.add_note(f"the cell's length, {choice.total_steps} steps in all", key)
-    choice.add_note("of weights and of the order of samples", "seed")
+        if comments_on_length and choice.get_setting_to_write(key) is not None:
+            choice.add_file_comment(f"the cell's length, {choice.total_steps} steps in all", key)
+    choice.add_file_comment("of weights and of the order of samples", "seed")
     if s.augment:
-        choice.add_note("the data set's own random crops and flips, on the device", "augment")
-    if choice.take_setting("data_placement") == "host":
-        choice.add_note("batches came from host memory, one fetched ahead", "data_placement")
+        choice.add_file_comment(
+            "the data set's own random crops and flips, on the device", "augment"
+        )
+    if choice.get_setting_to_write("data_placement") == "host":
+        choice.add_file_comment(
+            "batches came from host memory, one fetched ahead", "data_placement"
+        )
     else:
-        choice.add_note(
+        choice.add_file_comment(
             "the data set lay on each worker's device; a DataLoader takes longer", "data_placement"
         )
     shape = choice.record["model"].get("input_shape") or ()
     if choice.device == "cuda" and len(shape) == 3:
-        choice.add_note("the cell set torch.backends.cudnn.benchmark = True")
+        choice.add_file_comment("the cell set torch.backends.cudnn.benchmark = True")
         if s.precision in ("bf16", "fp16", "tf32"):
-            choice.add_note("the cell's batches were in torch.channels_last")
+            choice.add_file_comment("the cell's batches were in torch.channels_last")
     if s.threads is not None:
-        choice.add_note(f"start with OMP_NUM_THREADS={s.threads}", "threads")
+        choice.add_file_comment(f"start with OMP_NUM_THREADS={s.threads}", "threads")
     if s.slowdown is not None:
-        choice.add_note("the cell slowed workers on purpose; this file does not", "slowdown")
+        choice.add_file_comment(
+            "the cell slowed workers on purpose; this file does not", "slowdown"
+        )
 
 
-def note_precision(choice: Choice) -> None:
+def add_precision_comment(choice: ChosenCell) -> None:
     """Add a comment on how the script sets a `precision` that is not mixed precision."""
-    precision = choice.take_setting("precision")
+    precision = choice.get_setting_to_write("precision")
     if precision == "tf32":
-        choice.add_note(
+        choice.add_file_comment(
             "in the script, torch.backends.cuda.matmul.allow_tf32 = True and "
             "torch.backends.cudnn.allow_tf32 = True",
             "precision",
         )
     elif precision == "fp64":
-        choice.add_note("in the script, model.double() and batches in float64", "precision")
+        choice.add_file_comment("in the script, model.double() and batches in float64", "precision")
     elif precision == "bf16-true":
-        note_pure_bf16(choice)
+        add_pure_bf16_comment(choice)
     elif precision == "fp32":
-        choice.add_note("no mixed precision", "precision")
+        choice.add_file_comment("no mixed precision", "precision")
 
 
-def note_pure_bf16(choice: Choice) -> None:
+def add_pure_bf16_comment(choice: ChosenCell) -> None:
     """Add a comment that the script has to convert the model to bfloat16."""
-    choice.add_note(
+    choice.add_file_comment(
         "in the script, model.to(torch.bfloat16) before the optimizer is made, and the loss of "
         "outputs.float()",
         "precision",
     )
 
 
-def note_loss_chunks(choice: Choice) -> None:
+def add_loss_chunks_comment(choice: ChosenCell) -> None:
     """Add a comment on `loss_chunks` if the cell computed the loss in chunks of positions."""
-    if choice.take_setting("loss_chunks") > 1:
-        choice.add_note(
+    if choice.get_setting_to_write("loss_chunks") > 1:
+        choice.add_file_comment(
             "the cell computed the last layer and the loss in so many parts of the positions, each under "
             "torch.utils.checkpoint; without it the loss is the same, and takes the memory of all scores",
             "loss_chunks",
         )
 
 
-def note_missing_cpu_support(choice: Choice, engine: str, missing_feature: str) -> None:
+def add_missing_cpu_support_comment(choice: ChosenCell, engine: str, missing_feature: str) -> None:
     """Add a comment on a missing feature of an engine, if the cell ran on CPU processes.
 
     Args:
@@ -180,6 +188,6 @@ def note_missing_cpu_support(choice: Choice, engine: str, missing_feature: str) 
         missing_feature: Feature that the engine does not have on CPUs, such as FSDP.
     """
     if choice.device == "cpu":
-        choice.add_note(
+        choice.add_file_comment(
             f"the cell ran on CPU processes, where {engine} has no {missing_feature}: use it on GPUs"
         )

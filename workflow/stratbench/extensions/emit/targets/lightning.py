@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from stratbench.extensions.emit.choice import Choice, format_comments
-from stratbench.extensions.emit.targets.checkpointing import note_checkpointing
+from stratbench.extensions.emit.choice import ChosenCell, format_comment_lines
+from stratbench.extensions.emit.targets.checkpointing import add_checkpointing_comment
 from stratbench.extensions.emit.targets.ddp_options import (
-    choose_comm_hook,
+    choose_communication_hook,
     list_ddp_arguments,
-    write_powersgd_state,
+    write_powersgd_state_call,
 )
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    note_length_and_data,
-    note_missing_cpu_support,
+    add_length_and_data_comments,
+    add_missing_cpu_support_comment,
     write_optimizer_call,
-    write_schedule_lines,
+    write_lr_schedule_lines,
 )
-from stratbench.extensions.emit.targets.python_text import Code, fold_call, write_call
+from stratbench.extensions.emit.targets.python_text import (
+    UnquotedCode,
+    split_long_call_line,
+    write_python_call,
+)
 from stratbench.extensions.emit.targets.sharding_lines import write_sharding_lines
 
 #: Emitted method that frees gradients after each step. Lightning itself frees them only after the next
@@ -38,7 +42,7 @@ PRECISION = {
 }
 
 
-def format_target_file(choice: Choice, target_strategy: str) -> str:
+def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     """Return the cell as Python code that creates Lightning's strategy and Trainer.
 
     Args:
@@ -51,27 +55,29 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
         imports.append(f"from lightning.pytorch.strategies import {target_strategy}")
     model: list[str] = []
     if target_strategy == "DDPStrategy":
-        strategy = write_ddp_strategy(choice, imports)
+        strategy = write_ddp_strategy_call(choice, imports)
     elif target_strategy == "ModelParallelStrategy":
         strategy = f"{target_strategy}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
-        model = write_configure_model(choice, imports)
+        model = write_configure_model_method(choice, imports)
     elif target_strategy == "DeepSpeedStrategy":
         config = make_deepspeed_config(choice)
         # Lightning sets these keys of the DeepSpeed config itself.
         for key in ("gradient_accumulation_steps", "train_batch_size"):
             del config[key]
-        strategy = write_call(target_strategy, {"config": config})
-        note_missing_cpu_support(choice, "Lightning", "DeepSpeed")
+        strategy = write_python_call(target_strategy, {"config": config})
+        add_missing_cpu_support_comment(choice, "Lightning", "DeepSpeed")
     else:
         strategy = "'auto'\n"
     if target_strategy != "ModelParallelStrategy":
-        note_checkpointing(choice, place_in_script="in configure_model")
-    if choice.take_setting("compile"):
-        choice.add_note("in configure_model, self.model = torch.compile(self.model)", "compile")
+        add_checkpointing_comment(choice, place_in_script="in configure_model")
+    if choice.get_setting_to_write("compile"):
+        choice.add_file_comment(
+            "in configure_model, self.model = torch.compile(self.model)", "compile"
+        )
     arguments = list_trainer_arguments(choice, target_strategy)
     optimizers = ["def configure_optimizers(self):  # of your LightningModule"]
     optimizers.append(f"    optimizer = {write_optimizer_call(choice, 'self.parameters()')}")
-    schedule = write_schedule_lines(choice)
+    schedule = write_lr_schedule_lines(choice)
     if schedule:
         imports.insert(0, "import math")
         optimizers += [
@@ -80,9 +86,9 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
         ]
     else:
         optimizers.append("    return optimizer")
-    choice.add_note(f"in the script, DataLoader(batch_size={choice.micro_batch_size}, drop_last=True)",
+    choice.add_file_comment(f"in the script, DataLoader(batch_size={choice.micro_batch_size}, drop_last=True)",
                 "global_batch", "per_worker_batch")  # fmt: skip
-    note_length_and_data(choice, comments_on_length=False)
+    add_length_and_data_comments(choice, comments_on_length=False)
     switches = []
     if s.precision in ("fp32", "tf32") and choice.device == "cuda":
         value = s.precision == "tf32"
@@ -90,86 +96,88 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
         switches.append(f"torch.backends.cudnn.allow_tf32 = {value}")
     freeing = [] if target_strategy == "DeepSpeedStrategy" else list(FREE_GRADIENTS)
     blocks = [imports, switches, schedule, model, optimizers, freeing]
-    body = "\n\n".join("\n".join(map(fold_call, lines)) for lines in blocks if lines)
-    head = format_comments(
+    body = "\n\n".join("\n".join(map(split_long_call_line, lines)) for lines in blocks if lines)
+    head = format_comment_lines(
         [
-            *choice.title_comments,
+            *choice.cell_comments,
             "start: python train.py (Lightning starts the others)",
             *choice.comments,
         ]
     )
-    return f"{head}\n{body}\n\nstrategy = {strategy}" + write_call("trainer = Trainer", arguments)
+    return f"{head}\n{body}\n\nstrategy = {strategy}" + write_python_call(
+        "trainer = Trainer", arguments
+    )
 
 
-def list_trainer_arguments(choice: Choice, target_strategy: str) -> dict[str, Any]:
+def list_trainer_arguments(choice: ChosenCell, target_strategy: str) -> dict[str, Any]:
     """Return the keyword arguments of Lightning's Trainer."""
     s = choice.settings
     arguments: dict[str, Any] = {
         "accelerator": "cpu" if choice.device == "cpu" else "gpu",
         "devices": choice.workers_per_node,
         "num_nodes": choice.num_nodes,
-        "strategy": Code("strategy"),
-        "precision": PRECISION.get(choice.take_setting("precision"), "32-true"),
-        "accumulate_grad_batches": choice.take_setting("gradient_accumulation_steps"),
+        "strategy": UnquotedCode("strategy"),
+        "precision": PRECISION.get(choice.get_setting_to_write("precision"), "32-true"),
+        "accumulate_grad_batches": choice.get_setting_to_write("gradient_accumulation_steps"),
         # By default Lightning writes a checkpoint at the end, which adds to the peak memory.
         "enable_checkpointing": False,
     }
-    choice.take_setting("gpus")
+    choice.get_setting_to_write("gpus")
     by_itself = choice.options.get("mixed_precision") == "policy"
     if s.precision == "bf16-true":
         if target_strategy != "DeepSpeedStrategy":
-            choice.add_note("in training_step, the loss of outputs.float()", "precision")
+            choice.add_file_comment("in training_step, the loss of outputs.float()", "precision")
     elif target_strategy == "DeepSpeedStrategy" or by_itself:
         # The strategy itself does the mixed precision, so that the Trainer must not.
         arguments["precision"] = "32-true"
     elif target_strategy == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
         arguments["precision"] = "32-true"
-        choice.add_note(
+        choice.add_file_comment(
             "ModelParallelStrategy does not take it from the Trainer: do it in training_step",
             "precision",
         )
     if (
-        norm := choice.take_setting("max_grad_norm")
+        norm := choice.get_setting_to_write("max_grad_norm")
     ) is not None and target_strategy != "DeepSpeedStrategy":
         arguments["gradient_clip_val"] = norm
-    sync = choice.take_option("gradient_sync")
+    sync = choice.get_option_to_write("gradient_sync")
     if s.gradient_accumulation_steps > 1 and sync == "last-part":
-        choice.add_note(
+        choice.add_file_comment(
             "Lightning reduces gradients with each part; the cell did with the last",
             "gradient_sync",
         )
     elif s.gradient_accumulation_steps > 1 and sync is not None:
-        choice.add_note("Lightning reduces gradients with each part, too", "gradient_sync")
-    epochs, steps = choice.take_setting("epochs"), choice.take_setting("steps")
+        choice.add_file_comment("Lightning reduces gradients with each part, too", "gradient_sync")
+    epochs, steps = choice.get_setting_to_write("epochs"), choice.get_setting_to_write("steps")
     return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
 
 
-def write_ddp_strategy(choice: Choice, imports: list[str]) -> str:
+def write_ddp_strategy_call(choice: ChosenCell, imports: list[str]) -> str:
     """Return the code that creates Lightning's DDP strategy, and extend `imports`."""
-    arguments, hook = list_ddp_arguments(choice), choose_comm_hook(choice)
+    arguments, hook = list_ddp_arguments(choice), choose_communication_hook(choice)
     if hook is not None:
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
         imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
-        arguments["ddp_comm_hook"] = Code(f"{module}.{hook}")
+        arguments["ddp_comm_hook"] = UnquotedCode(f"{module}.{hook}")
         if module == "powerSGD_hook":
-            arguments["ddp_comm_state"] = Code(write_powersgd_state(choice))
-    return write_call("DDPStrategy", arguments)
+            arguments["ddp_comm_state"] = UnquotedCode(write_powersgd_state_call(choice))
+    return write_python_call("DDPStrategy", arguments)
 
 
-def write_configure_model(choice: Choice, imports: list[str]) -> list[str]:
+def write_configure_model_method(choice: ChosenCell, imports: list[str]) -> list[str]:
     """Return the code of a LightningModule's method that shards `self.model` by FSDP2."""
     s = choice.settings
-    mixed = choice.take_option("mixed_precision")
+    mixed = choice.get_option_to_write("mixed_precision")
     lines, needed = write_sharding_lines(choice, "self.model", mixed == "policy")
     imports += needed
     if choice.shard_group_size < s.gpus:
-        choice.add_note(
+        choice.add_file_comment(
             "Lightning's mesh has one dimension of data parallelism, and no groups: here all workers hold "
             "one model between them",
             "shard_group_size",
         )
     if mixed == "autocast" and s.precision in ("bf16", "fp16"):
-        choice.add_note("torch.autocast by the Trainer, as in the cell", "mixed_precision")
+        choice.add_file_comment("torch.autocast by the Trainer, as in the cell", "mixed_precision")
     return [
         "def configure_model(self):  # of your LightningModule, whose network is self.model",
         "    mesh = self.device_mesh['data_parallel']",

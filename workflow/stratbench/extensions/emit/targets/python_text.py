@@ -13,7 +13,7 @@ class CodeLines(NamedTuple):
     imports: list[str]
 
 
-class Code(str):
+class UnquotedCode(str):
     """Text that is written to a file as code, not as a quoted string."""
 
     __slots__ = ()
@@ -22,13 +22,13 @@ class Code(str):
         return str(self)
 
 
-def write_call(function_name: str, arguments: Mapping[str, Any]) -> str:
+def write_python_call(function_name: str, arguments: Mapping[str, Any]) -> str:
     """Return the code of a call, with one argument per line."""
     lines = "".join(f"    {key}={value!r},\n" for key, value in arguments.items())
     return f"{function_name}(\n{lines})\n"
 
 
-def fold_call(line: str) -> str:
+def split_long_call_line(line: str) -> str:
     """Return a code line; a call of more than 100 characters has one argument per line."""
     head, bracket, rest = line.partition("(")
     if len(line) <= 100 or not bracket or not rest.endswith(")"):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from stratbench.extensions.emit.choice import Choice, format_comments
+from stratbench.extensions.emit.choice import ChosenCell, format_comment_lines
 from stratbench.extensions.emit.targets.checkpointing import write_checkpointing_lines
 from stratbench.extensions.emit.targets.ddp_options import (
-    choose_comm_hook,
+    choose_communication_hook,
     list_ddp_arguments,
-    write_powersgd_state,
+    write_powersgd_state_call,
 )
 from stratbench.extensions.emit.targets.hyperparameters import (
     AUTOCAST,
-    list_optimizer_arguments,
-    note_loss_chunks,
+    get_optimizer_class_and_arguments,
+    add_loss_chunks_comment,
     write_optimizer_call,
-    write_schedule_lines,
+    write_lr_schedule_lines,
 )
-from stratbench.extensions.emit.targets.python_text import fold_call
+from stratbench.extensions.emit.targets.python_text import split_long_call_line
 from stratbench.extensions.emit.targets.sharding_lines import (
-    write_blocks_lines,
+    write_block_list_lines,
     write_sharding_lines,
 )
 
@@ -28,7 +28,7 @@ REPLACE_COMMENT = (
 )
 
 
-def format_target_file(choice: Choice, target_strategy: str) -> str:
+def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     """Return the cell as a Python script that trains in plain PyTorch.
 
     Args:
@@ -47,51 +47,58 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
         "seed",
         "data_placement",
     ):
-        choice.take_setting(key)
-    choice.take_setting("augment")
-    note_loss_chunks(choice)
-    model = write_wrapping_lines(choice, target_strategy, imports)
-    optimizer = write_optimizer_lines(choice, target_strategy, imports)
+        choice.get_setting_to_write(key)
+    choice.get_setting_to_write("augment")
+    add_loss_chunks_comment(choice)
+    model = write_model_wrapping_lines(choice, target_strategy, imports)
+    optimizer = write_optimizer_creation_lines(choice, target_strategy, imports)
     blocks = [
-        write_setup_lines(choice, imports),
+        write_process_group_lines(choice, imports),
         [REPLACE_COMMENT, "work = Work(*sys.argv[1:], rank, device)", "model = work.model"],
     ]
     if s.precision == "bf16-true":
         blocks[1][-1] += ".to(torch.bfloat16)"
     if not on_cpu and s.precision in ("fp32", "tf32"):
-        value = choice.take_setting("precision") == "tf32"
+        value = choice.get_setting_to_write("precision") == "tf32"
         blocks[0].append(f"torch.backends.cuda.matmul.allow_tf32 = {value}")
         blocks[0].append(f"torch.backends.cudnn.allow_tf32 = {value}")
-    schedule = write_schedule_lines(choice)
+    schedule = write_lr_schedule_lines(choice)
     if schedule:
         imports.append("import math")
         optimizer.append("scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)")
-    if choice.take_setting("compile"):
+    if choice.get_setting_to_write("compile"):
         model.append("model = torch.compile(model)")
-    blocks += [model, schedule, optimizer, write_loop_lines(choice, target_strategy, imports)]
+    blocks += [
+        model,
+        schedule,
+        optimizer,
+        write_training_loop_lines(choice, target_strategy, imports),
+    ]
     if choice.record["task"].get("loss_weighs"):
-        choice.add_note(
+        choice.add_file_comment(
             "the cell divides the loss by the weight of the global batch; here each worker by its own"
         )
     if s.slowdown is not None:
-        choice.add_note("the cell slowed workers on purpose; this file does not", "slowdown")
+        choice.add_file_comment(
+            "the cell slowed workers on purpose; this file does not", "slowdown"
+        )
     per_node = f"--nproc-per-node {choice.workers_per_node}"
     if choice.num_nodes > 1:
         per_node = (
             f"--nnodes {choice.num_nodes} {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         )
     start = f"start: torchrun {per_node} FILE RECORD DATA (the cell's record, its prepared data)"
-    head = format_comments([*choice.title_comments, start, *choice.comments])
-    text = "\n\n".join("\n".join(map(fold_call, lines)) for lines in blocks if lines)
-    return f"{head}{sort_imports(imports)}\n\n{text}\n"
+    head = format_comment_lines([*choice.cell_comments, start, *choice.comments])
+    text = "\n\n".join("\n".join(map(split_long_call_line, lines)) for lines in blocks if lines)
+    return f"{head}{format_sorted_imports(imports)}\n\n{text}\n"
 
 
-def sort_imports(imports: list[str]) -> str:
+def format_sorted_imports(imports: list[str]) -> str:
     """Return sorted import lines without repetition: `import` first, then `from`."""
     return "\n".join(sorted(set(imports), key=lambda line: (line.startswith("from"), line)))
 
 
-def write_setup_lines(choice: Choice, imports: list[str]) -> list[str]:
+def write_process_group_lines(choice: ChosenCell, imports: list[str]) -> list[str]:
     """Return the code lines that join the process group and set the worker's device."""
     on_cpu = choice.device == "cpu"
     lines = [
@@ -107,12 +114,14 @@ def write_setup_lines(choice: Choice, imports: list[str]) -> list[str]:
             "torch.cuda.set_device(device)",
             "torch.backends.cudnn.benchmark = True",
         ]
-    if threads := choice.take_setting("threads"):
+    if threads := choice.get_setting_to_write("threads"):
         lines.append(f"torch.set_num_threads({threads})")
     return [*lines, f"assert workers == {choice.settings.gpus}"]
 
 
-def write_wrapping_lines(choice: Choice, target_strategy: str, imports: list[str]) -> list[str]:
+def write_model_wrapping_lines(
+    choice: ChosenCell, target_strategy: str, imports: list[str]
+) -> list[str]:
     """Return the code lines that wrap `model` by DDP or FSDP2, if the strategy does.
 
     Args:
@@ -122,7 +131,7 @@ def write_wrapping_lines(choice: Choice, target_strategy: str, imports: list[str
     """
     s = choice.settings
     if target_strategy == "fully_shard":
-        mixed = choice.take_option("mixed_precision")
+        mixed = choice.get_option_to_write("mixed_precision")
         lines, needed = write_sharding_lines(choice, "model", mixed == "policy")
         imports += ["from torch.distributed.device_mesh import init_device_mesh", *needed]
         shards = choice.shard_group_size
@@ -133,22 +142,24 @@ def write_wrapping_lines(choice: Choice, target_strategy: str, imports: list[str
     lines, needed = write_checkpointing_lines(choice)
     imports += needed
     if lines:
-        lines = [*write_blocks_lines(choice, "model"), *lines]
+        lines = [*write_block_list_lines(choice, "model"), *lines]
     if not target_strategy:
         return lines
     imports.append("from torch.nn.parallel import DistributedDataParallel")
     keywords = "".join(f", {key}={value!r}" for key, value in list_ddp_arguments(choice).items())
     devices = "" if choice.device == "cpu" else ", device_ids=[device]"
     lines.append(f"model = DistributedDataParallel(model{devices}{keywords})")
-    if hook := choose_comm_hook(choice):
+    if hook := choose_communication_hook(choice):
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
         imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
-        state = write_powersgd_state(choice) if module == "powerSGD_hook" else "None"
+        state = write_powersgd_state_call(choice) if module == "powerSGD_hook" else "None"
         lines.append(f"model.register_comm_hook({state}, {module}.{hook})")
     return lines
 
 
-def write_optimizer_lines(choice: Choice, target_strategy: str, imports: list[str]) -> list[str]:
+def write_optimizer_creation_lines(
+    choice: ChosenCell, target_strategy: str, imports: list[str]
+) -> list[str]:
     """Return the code lines that create the optimizer.
 
     Args:
@@ -159,12 +170,12 @@ def write_optimizer_lines(choice: Choice, target_strategy: str, imports: list[st
     if target_strategy != "ZeroRedundancyOptimizer":
         return [f"optimizer = {write_optimizer_call(choice)}"]
     imports.append(f"from torch.distributed.optim import {target_strategy}")
-    kind, arguments = list_optimizer_arguments(choice)
-    whole = choice.take_option("parameters_as_bucket_view", True)
+    kind, arguments = get_optimizer_class_and_arguments(choice)
+    whole = choice.get_option_to_write("parameters_as_bucket_view", True)
     arguments = {"parameters_as_bucket_view": whole, **arguments}
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
     if choice.settings.strategy == "zero1":
-        choice.add_note(
+        choice.add_file_comment(
             "the cell ran stratbench's zero1, which divides the state number by number and sends less; "
             "torch's ZeroRedundancyOptimizer gives whole tensors to workers"
         )
@@ -173,7 +184,9 @@ def write_optimizer_lines(choice: Choice, target_strategy: str, imports: list[st
     ]
 
 
-def write_loop_lines(choice: Choice, target_strategy: str, imports: list[str]) -> list[str]:
+def write_training_loop_lines(
+    choice: ChosenCell, target_strategy: str, imports: list[str]
+) -> list[str]:
     """Return the code lines of the training loop.
 
     Args:
@@ -181,16 +194,18 @@ def write_loop_lines(choice: Choice, target_strategy: str, imports: list[str]) -
         target_strategy: PyTorch's class or function that wraps the model or the optimizer, or "".
         imports: Imports of the script, extended in place.
     """
-    s, parts = choice.settings, choice.take_setting("gradient_accumulation_steps")
+    s, parts = choice.settings, choice.get_setting_to_write("gradient_accumulation_steps")
     forward, indent = "work.loss(model(x), y)", " " * 8
-    sync = choice.take_option("gradient_sync")
+    sync = choice.get_option_to_write("gradient_sync")
     by_policy = choice.options.get("mixed_precision") == "policy"
-    scaled = choice.take_setting("precision") == "fp16"
+    scaled = choice.get_setting_to_write("precision") == "fp16"
     if s.precision == "fp64":
-        choice.add_note("network and batches are float64", "precision")
+        choice.add_file_comment("network and batches are float64", "precision")
     if s.precision == "bf16-true":
         forward = "work.loss(model(x).float(), y)"
-        choice.add_note("network and batches are bfloat16, scores and loss float32", "precision")
+        choice.add_file_comment(
+            "network and batches are bfloat16, scores and loss float32", "precision"
+        )
     if s.precision in AUTOCAST and not by_policy:
         context = f"with torch.autocast(device.type, dtype={AUTOCAST[s.precision]}):"
         step = [context, f"    loss = {forward}"]
@@ -214,14 +229,14 @@ def write_loop_lines(choice: Choice, target_strategy: str, imports: list[str]) -
             head.append(f"    with nullcontext() if part == {parts} else model.no_sync():")
             step = [f"    {line}" for line in step]
         step = [*head, *(f"    {line}" for line in step)]
-    if (norm := choice.take_setting("max_grad_norm")) is not None:
+    if (norm := choice.get_setting_to_write("max_grad_norm")) is not None:
         step += ["scaler.unscale_(optimizer)"] if scaled else []
         step.append(f"torch.nn.utils.clip_grad_norm_(model.parameters(), {norm!r})")
     step += ["scaler.step(optimizer)", "scaler.update()"] if scaled else ["optimizer.step()"]
     step.append("optimizer.zero_grad(set_to_none=True)")
     if s.has_changing_lr:
         step.append("scheduler.step()")
-    passes = s.count_passes(choice.record["data"]["train_samples"])
+    passes = s.count_training_set_passes(choice.record["data"]["train_samples"])
     return [
         *(["scaler = torch.amp.GradScaler(device.type)"] if scaled else []),
         f"for epoch in range({passes}):",

@@ -8,11 +8,11 @@ import yaml
 
 from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.settings import GIVEN, OF_A_VARIANT, Settings
-from stratbench.extensions.emit.choice import Choice, format_comments
+from stratbench.extensions.emit.choice import ChosenCell, format_comment_lines
 from stratbench.strategies import get_option_defaults
 
 
-def format_target_file(choice: Choice, target_strategy: str) -> str:
+def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     """Return the cell as blocks `variants` and `experiments` of a study in config.yaml.
 
     Args:
@@ -28,7 +28,9 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
     options.pop("sha256", None)
     variants = {cell.strategy: {"strategy": s.strategy, **options}}
     default = {f.name: f.default for f in fields(Settings)}
-    settings = {key: value for key in GIVEN if (value := choice.take_setting(key)) != default[key]}
+    settings = {
+        key: value for key in GIVEN if (value := choice.get_setting_to_write(key)) != default[key]
+    }
     for _, keys in iter_extension_keys("experiment"):
         block = s.more.get(keys.extension, {})
         settings |= {
@@ -44,24 +46,24 @@ def format_target_file(choice: Choice, target_strategy: str) -> str:
         "dataset": s.dataset,
         "strategies": [cell.strategy],
         "models": [s.model],
-        "gpus": [choice.take_setting("gpus")],
-        "global_batch": choice.take_setting("global_batch"),
+        "gpus": [choice.get_setting_to_write("gpus")],
+        "global_batch": choice.get_setting_to_write("global_batch"),
         **settings,
     }
-    choice.take_setting("per_worker_batch")
+    choice.get_setting_to_write("per_worker_batch")
     blocks = {"experiments": {"chosen": experiment}}
     if options or cell.strategy != s.strategy:
         blocks = {"variants": variants, **blocks}
-    choice.add_note("of this repeat; the study's own seed makes it", "seed")
+    choice.add_file_comment("of this repeat; the study's own seed makes it", "seed")
     for what, spec in (("models", s.own_model), ("datasets", s.data_spec)):
         if spec is not None:
             name = s.model if what == "models" else s.dataset
-            choice.add_note(f"{what}.{name} of config.yaml stays as it is")
+            choice.add_file_comment(f"{what}.{name} of config.yaml stays as it is")
     if s.own_task is not None:
         experiment["task"] = s.own_task["call"]
     for key in choice.options:
-        choice.take_option(key)
-    head = format_comments(
-        [*choice.title_comments, "put it below `studies: NAME:` of config.yaml", *choice.comments]
+        choice.get_option_to_write(key)
+    head = format_comment_lines(
+        [*choice.cell_comments, "put it below `studies: NAME:` of config.yaml", *choice.comments]
     )
     return head + yaml.safe_dump(blocks, sort_keys=False)

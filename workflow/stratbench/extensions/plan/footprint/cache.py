@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from stratbench.cell.extensions import load_extensions
-from stratbench.cell.files import read_json, write_atomic
+from stratbench.cell.files import read_json, write_text_atomically
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.words import format_seconds
 from stratbench.extensions.plan.footprint.processes import make_pool
@@ -87,7 +87,9 @@ def compute_cached_results(
     """
     paths = {key: folder / f"{make_cache_key(job.asked)}.json" for key, job in jobs.items()}
     results = {
-        key: cached for key, path in paths.items() if (cached := _read_cached(path, result_class))
+        key: cached
+        for key, path in paths.items()
+        if (cached := _read_cached_result(path, result_class))
     }
     # The longest jobs start first, so that no long job runs alone at the end.
     missing = sorted(jobs.keys() - results.keys(), key=lambda key: (-jobs[key].weight, paths[key]))
@@ -105,8 +107,8 @@ def compute_cached_results(
             except BrokenProcessPool:
                 result = results[key] = result_class.failed(KILLED)
             if result.fault is None:
-                entry = {"of": list_key_parts(job.asked), "result": asdict(result)}
-                write_atomic(paths[key], json.dumps(entry) + "\n")
+                entry = {"of": list_cache_key_parts(job.asked), "result": asdict(result)}
+                write_text_atomically(paths[key], json.dumps(entry) + "\n")
             done += job.weight
             if i % -(-len(missing) // 10) == 0 or i == len(missing):
                 left_s = (time.monotonic() - begun) * (whole / done - 1)
@@ -115,7 +117,7 @@ def compute_cached_results(
     return {key: results[key] for key in jobs}
 
 
-def list_key_parts(request: Any) -> dict[str, Any]:
+def list_cache_key_parts(request: Any) -> dict[str, Any]:
     """Return all values on which a cached result depends."""
     return {
         "asked": request,
@@ -130,7 +132,7 @@ def make_cache_key(request: Any) -> str:
 
     The hash is of all values on which the result depends.
     """
-    text = json.dumps(list_key_parts(request), sort_keys=True)
+    text = json.dumps(list_cache_key_parts(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -144,7 +146,7 @@ def hash_sources() -> str:
     return digest.hexdigest()
 
 
-def _read_cached(path: Path, result_class: type[Kept]) -> Kept | None:
+def _read_cached_result(path: Path, result_class: type[Kept]) -> Kept | None:
     try:
         return result_class.from_dict(read_json(path)["result"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-from stratbench.extensions.plan.footprint.torch_internals import no_autocast, unregister_kernels
-from stratbench.workload.torch_internals import get_arguments
+from stratbench.extensions.plan.footprint.torch_internals import (
+    disable_cpu_autocast,
+    unregister_kernels,
+)
+from stratbench.workload.torch_internals import get_schema_arguments
 
 #: Operators that autocast on CUDA runs in float32, after converting their operands.
 FLOAT32 = frozenset({
@@ -47,14 +50,14 @@ SHORT = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def cuda_autocast() -> Iterator[None]:
+def emulate_cuda_autocast() -> Iterator[None]:
     """Make autocast on a CPU cast as autocast on CUDA does, until the block ends."""
     library = Library("aten", "IMPL", "AutocastCPU")
     kernels = dict.fromkeys(FLOAT32, _run_in_float32) | dict.fromkeys(
         BY_DTYPE, _run_with_float32_dtype
     )
     kernels |= {
-        name: partial(_run_overload, float32_overload=_get_operator(other))
+        name: partial(_run_float32_overload, float32_overload=_get_aten_operator(other))
         for name, other in BY_OTHER.items()
     }
     try:
@@ -63,25 +66,25 @@ def cuda_autocast() -> Iterator[None]:
             for name in BY_PARTS:
                 library.impl(name, fallthrough_kernel)
             for name, kernel in kernels.items():
-                library.impl(name, _without_casts(partial(kernel, _get_operator(name))))
+                library.impl(name, _make_uncast_kernel(partial(kernel, _get_aten_operator(name))))
         yield
     finally:
         unregister_kernels(library)
 
 
-def _get_operator(name: str) -> Any:
+def _get_aten_operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _without_casts(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _make_uncast_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel with autocast disabled while it runs."""
 
-    def run_uncast(*args: Any, **kwargs: Any) -> Any:
-        with no_autocast():
+    def run_kernel_without_casts(*args: Any, **kwargs: Any) -> Any:
+        with disable_cpu_autocast():
             return kernel(*args, **kwargs)
 
-    return run_uncast
+    return run_kernel_without_casts
 
 
 def _run_in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,12 +99,12 @@ def _cast_to_float32(value: Any) -> Any:
 
 
 def _run_with_float32_dtype(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    place = [argument.name for argument in get_arguments(op)].index("dtype") - 1
+    place = [argument.name for argument in get_schema_arguments(op)].index("dtype") - 1
     dtype = args[place] if place < len(args) else kwargs.get("dtype")
     if x.dtype in SHORT and dtype is None:
         return op(x, *args[:place], **kwargs | {"dtype": torch.float32})
     return op(x, *args, **kwargs)
 
 
-def _run_overload(op: Any, x: Tensor, *args: Any, float32_overload: Any) -> Any:
+def _run_float32_overload(op: Any, x: Tensor, *args: Any, float32_overload: Any) -> Any:
     return float32_overload(x, *args, dtype=torch.float32) if x.dtype in SHORT else op(x, *args)

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.footprint import (
     Affine,
-    Followed,
+    TracedSteps,
     Footprint,
     MemoryPeak,
     Moment,
-    Sums,
-    drop_zeros,
-    find_upper_envelope,
-    list_reductions,
+    ReductionSize,
+    drop_zero_bytes,
+    find_highest_lines,
+    list_positions_by_reduction,
     make_footprint,
     trace_two_steps,
 )
@@ -47,7 +47,7 @@ FEW, MORE = 5, 6
 FROM_START = 2
 
 
-def make_footprint_by_blocks(
+def make_footprint_from_few_blocks(
     request: Request, trial: Trial | None, blocks: Blocks | None
 ) -> Footprint:
     """Return a request's footprint, from traces with few of the equal blocks if possible.
@@ -65,14 +65,14 @@ def make_footprint_by_blocks(
     if blocks is not None and mesh.stages == 1 and is_uniform:
         try:
             return extrapolate_footprint(partial(trace_two_steps, request, 0, trial), blocks)
-        except UnlikeError:
+        except TraceMismatchError:
             pass
         except Exception:
             log.exception("the footprint could not be extrapolated; all blocks are traced")
     return make_footprint(request, trial)
 
 
-def extrapolate_footprint(trace_blocks: Callable[..., Followed], blocks: Blocks) -> Footprint:
+def extrapolate_footprint(trace_blocks: Callable[..., TracedSteps], blocks: Blocks) -> Footprint:
     """Return the footprint of a model with many equal blocks, from traces with few.
 
     Args:
@@ -85,124 +85,133 @@ def extrapolate_footprint(trace_blocks: Callable[..., Followed], blocks: Blocks)
     try:
         few, more = (trace_blocks(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
     except Exception as error:  # the trace of all blocks may succeed
-        raise UnlikeError("the model cannot be traced with fewer blocks") from error
-    if few.other_moments or more.other_moments:
-        raise UnlikeError(
+        raise TraceMismatchError("the model cannot be traced with fewer blocks") from error
+    if few.moments_of_other_steps or more.moments_of_other_steps:
+        raise TraceMismatchError(
             "blocks are not extrapolated, since the training has several kinds of steps"
         )
     further, parts = blocks.count - MORE, few.parts
     both = (few, more)
-    phases = len(more.step_phases[0])
-    steps = [[_split_step(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)] for f in both]
+    phases = len(more.phases_of_both_steps[0])
+    steps = [
+        [_split_step_into_segments(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)]
+        for f in both
+    ]
     for f, each in zip(both, steps, strict=True):
-        if each[0] != each[1] or len(f.step_phases[0]) != phases:
-            raise UnlikeError("the traced steps of the two batch sizes have different marks")
+        if each[0] != each[1] or len(f.phases_of_both_steps[0]) != phases:
+            raise TraceMismatchError("the traced steps of the two batch sizes have different marks")
     (a, _), (b, _) = steps
-    lives = few.live_bytes_by_batch, more.live_bytes_by_batch
-    check_blocks_are_equal(b, lives[1], more.collective_calls)
+    lives = few.live_bytes_of_both_steps, more.live_bytes_of_both_steps
+    check_blocks_are_equal(b, lives[1], more.collectives_of_step)
     footprints = few.make_footprint(), more.make_footprint()
-    pairs = match_segments(a, b)
+    pairs = pair_matching_segments(a, b)
     candidates = [(i, j, None) for x, y in pairs for i, j in zip(x.moments, y.moments, strict=True)]
-    sums = [_list_reductions_in_order(f, parts) for f in both]
+    sums = [_list_reductions_by_position(f, parts) for f in both]
     for x, y in pairs:
         for i, j in zip(range(*x.reduction_range), range(*y.reduction_range), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
-                raise UnlikeError(
+                raise TraceMismatchError(
                     "the traces with few and with more blocks have different reductions"
                 )
             candidates.append((sums[0][i][0], sums[1][j][0], sums[1][j][1]))
-    evaluation = _extrapolate_evaluation(both, 1 + 2 * phases, further)
-    flops = extrapolate_numbers(few.forward_flops, more.forward_flops, further)
-    counted = extrapolate_numbers(
-        few.counted_flops_per_sample, more.counted_flops_per_sample, further
+    evaluation = _extrapolate_evaluation_peak(both, 1 + 2 * phases, further)
+    flops = extrapolate_numbers(
+        few.forward_and_attention_flops, more.forward_and_attention_flops, further
     )
+    counted = extrapolate_numbers(few.model_flops_per_sample, more.model_flops_per_sample, further)
     plain = [
         replace(f, peak_moments=[], evaluation_peak=evaluation, collectives=[], attention_share=0.0)
         for f in footprints
     ]
     return replace(
         extrapolate_numbers(plain[0], plain[1], further),
-        peak_moments=_extrapolate_moments(both, lives, candidates, further),
+        peak_moments=_extrapolate_peak_moments(both, lives, candidates, further),
         evaluation_peak=evaluation,
         collectives=[
             c.as_tuple
             for c in extrapolate_collectives(
-                a, b, (few.collective_calls, more.collective_calls), further
+                a, b, (few.collectives_of_step, more.collectives_of_step), further
             )
         ],
-        training_flops_per_sample=more.compute_training_flops(counted, flops[0]),
+        training_flops_per_sample=more.compute_rank_training_flops(counted, flops[0]),
         attention_share=flops[1] / flops[0] if flops[0] else 0.0,
     )
 
 
-def _split_step(traced_steps: Followed, first_phase: int, stop_phase: int) -> list[EventSegment]:
-    return split_into_segments(
+def _split_step_into_segments(
+    traced_steps: TracedSteps, first_phase: int, stop_phase: int
+) -> list[EventSegment]:
+    return split_trace_into_segments(
         traced_steps.trace, traced_steps.blocks.count, first_phase, stop_phase
     )
 
 
-def _list_reductions_in_order(traced_steps: Followed, parts: int) -> list[tuple[int, Sums]]:
+def _list_reductions_by_position(
+    traced_steps: TracedSteps, parts: int
+) -> list[tuple[int, ReductionSize]]:
     """Return the position and the size of each CUDA reduction of a step."""
-    by_sums = list_reductions(traced_steps.step_phases, traced_steps.event_edges, parts)
+    by_sums = list_positions_by_reduction(
+        traced_steps.phases_of_both_steps, traced_steps.first_events, parts
+    )
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
 
-def _extrapolate_moments(
-    both_traces: tuple[Followed, Followed],
+def _extrapolate_peak_moments(
+    both_traces: tuple[TracedSteps, TracedSteps],
     live_bytes: Sequence[Sequence[Sequence[int]]],
-    possible_peaks: Sequence[tuple[int, int, Sums | None]],
+    possible_peaks: Sequence[tuple[int, int, ReductionSize | None]],
     num_further_blocks: int,
 ) -> list[Moment]:
     """Return the moments of a step at which memory may peak for some batch size."""
     parts = both_traces[0].parts
 
-    def fit_line(few_events: int, more_events: int) -> Affine:
+    def extrapolate_bytes_line(few_events: int, more_events: int) -> Affine:
         pair = (
             extrapolate_numbers(few[few_events], more[more_events], num_further_blocks)
             for few, more in zip(*live_bytes, strict=True)
         )
-        return Affine.from_two_values(tuple(pair), parts)
+        return Affine.fit_two_values(tuple(pair), parts)
 
     moments = []
     for kind in dict.fromkeys(sums for _, _, sums in possible_peaks):
         same_kind = [(i, j) for i, j, sums in possible_peaks if sums == kind]
-        lines = [fit_line(i, j) for i, j in same_kind]
-        for number in find_upper_envelope(lines, parts):
+        lines = [extrapolate_bytes_line(i, j) for i, j in same_kind]
+        for number in find_highest_lines(lines, parts):
             at = same_kind[number]
             held = [
                 extrapolate_numbers(
                     *(
-                        f.trace.get_device_bytes_by_purpose(f.event_edges[batch] + n)
+                        f.trace.get_device_bytes_by_purpose(f.first_events[batch] + n)
                         for f, n in zip(both_traces, at, strict=True)
                     ),
                     num_further_blocks,
                 )
                 for batch in (0, 1)
             ]
-            used = {k: Affine.from_two_values((held[0][k], held[1][k]), parts) for k in held[0]}
+            used = {k: Affine.fit_two_values((held[0][k], held[1][k]), parts) for k in held[0]}
             phase = both_traces[1].trace.get_phase_of_event(
-                both_traces[1].event_edges[1] + max(at[1] - 1, 0)
+                both_traces[1].first_events[1] + max(at[1] - 1, 0)
             )
             used = {k: v for k, v in used.items() if v.fixed or v.per_sample}
             moments.append(Moment(phase, lines[number], used, kind))
     return moments
 
 
-def _extrapolate_evaluation(
-    both_traces: tuple[Followed, Followed], first_phase: int, num_further_blocks: int
+def _extrapolate_evaluation_peak(
+    both_traces: tuple[TracedSteps, TracedSteps], first_phase: int, num_further_blocks: int
 ) -> MemoryPeak:
     """Extrapolate the peak memory of an evaluation to all blocks of the model.
 
     An evaluation has a single batch size.
     """
-    a, b = (_split_step(f, first_phase, first_phase + 1) for f in both_traces)
-    start = [f.event_edges[2] for f in both_traces]
+    a, b = (_split_step_into_segments(f, first_phase, first_phase + 1) for f in both_traces)
+    start = [f.first_events[2] for f in both_traces]
     lives = [
-        f.trace.list_live_bytes(at, len(f.trace.events))
+        f.trace.list_live_bytes_after_events(at, len(f.trace.events))
         for f, at in zip(both_traces, start, strict=True)
     ]
     best, where = -1, (0, 0)
-    for x, y in match_segments(a, b):
+    for x, y in pair_matching_segments(a, b):
         for i, j in zip(x.moments, y.moments, strict=True):
             n_bytes = extrapolate_numbers(lives[0][i], lives[1][j], num_further_blocks)
             if n_bytes > best:
@@ -212,11 +221,11 @@ def _extrapolate_evaluation(
         for f, at, n in zip(both_traces, start, where, strict=True)
     ]
     return MemoryPeak(
-        best, "evaluation", drop_zeros(extrapolate_numbers(*held, num_further_blocks))
+        best, "evaluation", drop_zero_bytes(extrapolate_numbers(*held, num_further_blocks))
     )
 
 
-class UnlikeError(Exception):
+class TraceMismatchError(Exception):
     """Two traces do not match, so that all blocks have to be traced."""
 
 
@@ -243,12 +252,12 @@ class EventSegment:
         return self.key[1]
 
     @property
-    def is_middle(self) -> bool:
+    def is_in_added_block(self) -> bool:
         """Whether the segment belongs to the block that only the longer trace has."""
         return self.block == FROM_START - MORE
 
 
-def split_into_segments(
+def split_trace_into_segments(
     trace: OperatorTrace, num_blocks: int, first_phase: int, stop_phase: int
 ) -> list[EventSegment]:
     """Return the segments of a traced step: the events between neighbouring marks.
@@ -289,7 +298,7 @@ def split_into_segments(
     return segments
 
 
-def match_segments(
+def pair_matching_segments(
     few_segments: Sequence[EventSegment], more_segments: Sequence[EventSegment]
 ) -> list[tuple[EventSegment, EventSegment]]:
     """Return pairs of matching segments of the shorter and the longer trace.
@@ -299,15 +308,17 @@ def match_segments(
     Raises:
         UnlikeError: If the segments do not match.
     """
-    rest = [s for s in more_segments if not s.is_middle]
+    rest = [s for s in more_segments if not s.is_in_added_block]
     if [s.key for s in few_segments] != [s.key for s in rest]:
-        raise UnlikeError("the traces with few and with more blocks have different marks")
+        raise TraceMismatchError("the traces with few and with more blocks have different marks")
     pairs = list(zip(few_segments, rest, strict=True))
     for a, b in pairs:
-        if len(a.moments) != len(b.moments) or _count_items(a.reduction_range) != _count_items(
-            b.reduction_range
-        ):
-            raise UnlikeError(f"the traces have different numbers of events after the mark {a.key}")
+        if len(a.moments) != len(b.moments) or _count_indices_in_range(
+            a.reduction_range
+        ) != _count_indices_in_range(b.reduction_range):
+            raise TraceMismatchError(
+                f"the traces have different numbers of events after the mark {a.key}"
+            )
     return pairs
 
 
@@ -334,21 +345,23 @@ def check_blocks_are_equal(
             continue
         three = [by_key.get((label, i, occurrence)) for i in inner]
         if None in three or len({len(s.moments) for s in three}) > 1:
-            raise UnlikeError(
+            raise TraceMismatchError(
                 f"neighbouring blocks have different numbers of events at the mark {label}"
             )
         for live in live_bytes:
             for x, y, z in zip(*(s.moments for s in three), strict=True):
                 if live[z] - live[y] != live[y] - live[x]:
-                    raise UnlikeError(
+                    raise TraceMismatchError(
                         f"neighbouring blocks add different amounts of memory at the mark {label}"
                     )
         each = [[collectives[i] for i in range(*s.collective_range)] for s in three]
         if each[0] != each[1] or each[1] != each[2]:
-            raise UnlikeError(f"neighbouring blocks call different collectives at the mark {label}")
+            raise TraceMismatchError(
+                f"neighbouring blocks call different collectives at the mark {label}"
+            )
         # A bucket may hold gradients of several blocks. Its all-reduce then starts in only some blocks.
         if label == "backward" and some_calls and not each[0]:
-            raise UnlikeError("a bucket holds gradients of several blocks")
+            raise TraceMismatchError("a bucket holds gradients of several blocks")
 
 
 def extrapolate_collectives(
@@ -367,7 +380,7 @@ def extrapolate_collectives(
     """
     by_key = {s.key: s for s in few_segments}
     drawn: list[CollectiveCall] = []
-    for is_middle, run in groupby(more_segments, key=lambda s: s.is_middle):
+    for is_middle, run in groupby(more_segments, key=lambda s: s.is_in_added_block):
         segments = list(run)
         if is_middle:
             first, stop = segments[0].collective_range[0], segments[-1].collective_range[1]
@@ -392,7 +405,7 @@ def _extrapolate_segment_collectives(
             if replace(x, n_bytes=0, bytes_per_sample=0) != replace(
                 y, n_bytes=0, bytes_per_sample=0
             ):
-                raise UnlikeError(
+                raise TraceMismatchError(
                     "the traces with few and with more blocks have different collectives"
                 )
             n_bytes, sample_bytes = extrapolate_numbers(
@@ -406,7 +419,9 @@ def _extrapolate_segment_collectives(
     )
     added = len(more_calls) - len(few_calls)
     if added < 0 or list(more_calls[same + added :]) != list(few_calls[same:]):
-        raise UnlikeError("the traces with few and with more blocks have different collectives")
+        raise TraceMismatchError(
+            "the traces with few and with more blocks have different collectives"
+        )
     yield from more_calls[:same]
     yield from list(more_calls[same : same + added]) * (num_further_blocks + 1)
     yield from more_calls[same + added :]
@@ -439,10 +454,12 @@ def sum_weighted_numbers(values: Sequence[Any], weights: Sequence[int]) -> Any:
     """
     *others, last = values
     if any(type(x) is not type(last) and not isinstance(x, int | float) for x in others):
-        raise UnlikeError("footprints of different traces have values of different types")
+        raise TraceMismatchError("footprints of different traces have values of different types")
     if isinstance(last, bool | str) or last is None:
         if any(x != last for x in others):
-            raise UnlikeError("footprints of different traces differ in more than their numbers")
+            raise TraceMismatchError(
+                "footprints of different traces differ in more than their numbers"
+            )
         return last
     if isinstance(last, int | float):
         return last + sum((x - last) * w for x, w in zip(others, weights, strict=False))
@@ -456,11 +473,11 @@ def sum_weighted_numbers(values: Sequence[Any], weights: Sequence[int]) -> Any:
             **{n: sum_weighted_numbers([getattr(x, n) for x in values], weights) for n in names},
         )
     if any(len(x) != len(last) for x in others):
-        raise UnlikeError("footprints of different traces have lists of different lengths")
+        raise TraceMismatchError("footprints of different traces have lists of different lengths")
     return type(last)(
         sum_weighted_numbers(numbers, weights) for numbers in zip(*values, strict=True)
     )
 
 
-def _count_items(index_range: tuple[int, int]) -> int:
+def _count_indices_in_range(index_range: tuple[int, int]) -> int:
     return index_range[1] - index_range[0]

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stratbench.telemetry.collective_count import iter_tensors
-from stratbench.workload.torch_internals import TorchDispatchMode, get_children, tree_leaves
+from stratbench.telemetry.collective_count import iter_nested_tensors
+from stratbench.workload.torch_internals import TorchDispatchMode, get_submodules, tree_leaves
 
 #: Minimum number of equal blocks of which only few are traced.
 MIN_BLOCKS = 8
@@ -29,7 +29,7 @@ class Blocks(NamedTuple):
     count: int
 
 
-def find_blocks(model: nn.Module) -> Blocks | None:
+def find_largest_equal_blocks(model: nn.Module) -> Blocks | None:
     """Return the path and number of the model's largest series of equal modules, or None."""
     best, most = None, 0
     for path, module in model.named_modules():
@@ -49,7 +49,7 @@ def keep_first_blocks(model: nn.Module, path: str, num_blocks: int) -> None:
         path: Path of the blocks' container.
         num_blocks: Number of blocks to keep.
     """
-    held = get_children(model.get_submodule(path))
+    held = get_submodules(model.get_submodule(path))
     for name in list(held)[num_blocks:]:
         del held[name]
 
@@ -63,7 +63,7 @@ def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool
         x: Inputs.
     """
     log = _BlockOperations()
-    handles = list(_set_hooks(model, blocks.path, log.pass_mark))
+    handles = list(_register_block_hooks(model, blocks.path, log.switch_logged_block))
     try:
         with torch.no_grad(), log:
             model(x)
@@ -75,7 +75,7 @@ def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool
     return in_turn and all(operations == each[0] for operations in each)
 
 
-def mark_blocks(model: nn.Module, path: str, mark: Callable[[str, int], None]) -> None:
+def mark_block_passes(model: nn.Module, path: str, mark: Callable[[str, int], None]) -> None:
     """Register hooks that call `mark` at the start and end of each block's passes.
 
     Args:
@@ -84,20 +84,22 @@ def mark_blocks(model: nn.Module, path: str, mark: Callable[[str, int], None]) -
         mark: Called with a label and the block's number: `before` and `after` its forward, and when its
             `backward` begins.
     """
-    list(_set_hooks(model, path, mark))
+    list(_register_block_hooks(model, path, mark))
 
 
-def _set_hooks(model: nn.Module, path: str, mark: Callable[[str, int], None]) -> Iterator[Any]:
+def _register_block_hooks(
+    model: nn.Module, path: str, mark: Callable[[str, int], None]
+) -> Iterator[Any]:
     for i, block in enumerate(model.get_submodule(path)):
-        yield block.register_forward_pre_hook(partial(_mark_before, mark, i))
-        yield block.register_forward_hook(partial(_mark_after, mark, i))
+        yield block.register_forward_pre_hook(partial(_mark_forward_start, mark, i))
+        yield block.register_forward_hook(partial(_mark_forward_end, mark, i))
 
 
-def _mark_before(mark: Callable[[str, int], None], block: int, *_: Any) -> None:
+def _mark_forward_start(mark: Callable[[str, int], None], block: int, *_: Any) -> None:
     mark("before", block)
 
 
-def _mark_after(
+def _mark_forward_end(
     mark: Callable[[str, int], None], block: int, module: nn.Module, args: Any, out: Any
 ) -> None:
     mark("after", block)
@@ -116,7 +118,7 @@ class _BlockOperations(TorchDispatchMode):
         self.order: list[int] = []
         self._inside: list[Any] | None = None
 
-    def pass_mark(self, label: str, block: int) -> None:
+    def switch_logged_block(self, label: str, block: int) -> None:
         """Start to log a block's operations at the label `before`, and stop at others."""
         self._inside = None
         if label == "before":
@@ -126,7 +128,7 @@ class _BlockOperations(TorchDispatchMode):
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
         if self._inside is not None:
-            self._inside.append((op, [(t.shape, t.dtype) for t in iter_tensors(out)]))
+            self._inside.append((op, [(t.shape, t.dtype) for t in iter_nested_tensors(out)]))
         return out
 
 

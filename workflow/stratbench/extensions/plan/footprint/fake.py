@@ -19,13 +19,17 @@ from torch import Tensor, nn
 from torch.nn import parallel
 
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.plan.footprint.cuda_autocast import cuda_autocast
-from stratbench.extensions.plan.footprint.equal_blocks import Blocks, keep_first_blocks, mark_blocks
+from stratbench.extensions.plan.footprint.cuda_autocast import emulate_cuda_autocast
+from stratbench.extensions.plan.footprint.equal_blocks import (
+    Blocks,
+    keep_first_blocks,
+    mark_block_passes,
+)
 from stratbench.extensions.plan.footprint.replica import Replica
-from stratbench.extensions.plan.footprint.request import Request, Turns
+from stratbench.extensions.plan.footprint.request import Request, MicrobatchCounts
 from stratbench.extensions.plan.footprint.torch_internals import (
     FakeTensors,
-    fake_process_group,
+    open_fake_process_group,
     patch_torch_for_fakes,
     shorten_schedule,
 )
@@ -47,14 +51,14 @@ CUDA_BLOCK_BYTES = 512
 HOST_PARTS = ("parameters", "gradients", "optimizer")
 
 
-def trace_steps(
+def trace_training_steps(
     request: Request,
     batches: Iterable[int],
     num_earlier_steps: int = 0,
     stage: int = 0,
     trial: Trial | None = None,
     blocks: Blocks | None = None,
-    microbatch_counts: Turns | None = None,
+    microbatch_counts: MicrobatchCounts | None = None,
 ) -> tuple[OperatorTrace, base.Strategy]:
     """Trace training steps and an evaluation of one rank. Return the trace and the strategy.
 
@@ -78,13 +82,13 @@ def trace_steps(
     with ExitStack() as stack:
         # This context comes first, since it imports modules, which must not create fake tensors.
         stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
-        stack.enter_context(fake_worker_environment(request, stage=stage))
+        stack.enter_context(open_fake_worker_environment(request, stage=stage))
         model, strategy, worker = build_worker(request, blocks=blocks)
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
         if microbatch_counts is not None:
-            limit_microbatches(strategy, microbatch_counts)
+            limit_traced_microbatches(strategy, microbatch_counts)
         trace = OperatorTrace(
             round_bytes=CUDA_BLOCK_BYTES if request.is_on_cuda else 1,
             on_cpu=not request.is_on_cuda,
@@ -92,26 +96,26 @@ def trace_steps(
         )
         set_up_strategy(strategy, model, worker)
         if strategy.warms_up:
-            with cuda_autocast() if request.autocasts_like_cuda else nullcontext():
+            with emulate_cuda_autocast() if request.autocasts_like_cuda else nullcontext():
                 for batch in batches:
                     strategy.step(*request.make_example_batch(batch))
-                evaluate_on_fakes(strategy, request)
+                evaluate_on_fake_tensors(strategy, request)
         worker.mark_phase_end = _make_phase_marker(trace, model)
         if blocks is not None:
-            mark_blocks(model, blocks.path, trace.add_mark)
+            mark_block_passes(model, blocks.path, trace.add_mark)
         _tag_model_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
-                stack.enter_context(cuda_autocast())
+                stack.enter_context(emulate_cuda_autocast())
             for batch in batches:
-                _trace_step(trace, strategy, request, batch, num_earlier_steps)
+                _trace_training_step(trace, strategy, request, batch, num_earlier_steps)
             trace.begin_phase("evaluate")
-            evaluate_on_fakes(strategy, request)
+            evaluate_on_fake_tensors(strategy, request)
         return trace, strategy
 
 
 @contextmanager
-def fake_worker_environment(
+def open_fake_worker_environment(
     request: Request, on_fake_tensors: bool = True, stage: int = 0
 ) -> Iterator[None]:
     """Set up the fake process group and the torch modes that a traced worker needs.
@@ -124,7 +128,7 @@ def fake_worker_environment(
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     with ExitStack() as stack:
         stack.enter_context(
-            fake_process_group(request.world_size, mesh.get_rank(MeshCoordinate(0, stage, 0)))
+            open_fake_process_group(request.world_size, mesh.get_rank(MeshCoordinate(0, stage, 0)))
         )
         if on_fake_tensors:
             stack.enter_context(FakeTensors())
@@ -152,7 +156,7 @@ def build_worker(
         on_fake_tensors: Whether tensors are fake.
         blocks: Equal blocks to keep in place of all.
     """
-    model = models.build_for_training(
+    model = models.build_model_for_training(
         request.model_source,
         request.classes,
         request.input_shape,
@@ -164,10 +168,10 @@ def build_worker(
         else models.build_model,
         checkpointing_mode=request.settings.activation_checkpointing,
     )
-    strategy = make_strategy_on_fakes(request)
+    strategy = make_strategy_with_substitutes(request)
     mesh = strategy.mesh(request.world_size)
     with unset_fake_temporarily():
-        task, kind = request.make_task_by_trial()
+        task, kind = request.make_task_and_loss_kind()
     worker = base.Worker(
         settings=request.settings,
         rank=dist.get_rank(),
@@ -175,7 +179,7 @@ def build_worker(
         local_world_size=request.workers_per_node,
         device=torch.device("cpu"),
         folder=RunFolder(Path()),
-        wrap_groups=models.list_wrap_groups(request.model_source, model),
+        wrap_groups=models.list_shard_groups(request.model_source, model),
         task=task,
         has_weighted_loss=kind.weighs,
         mesh=mesh,
@@ -193,7 +197,7 @@ _measured: dict[Any, Any] = {}
 
 def cache_unit_costs(strategy: Any) -> None:
     """Make a pipeline measure a model's units once, and reuse their costs for all stages."""
-    measure = strategy.measure_model_units
+    measure = strategy.measure_units_on_fake_tensors
 
     def look_up_unit_costs(*args: Any) -> Any:
         key = strategy.worker.settings, strategy.worker.input_shape
@@ -202,10 +206,12 @@ def cache_unit_costs(strategy: Any) -> None:
             _measured[key] = measure(*args)
         return _measured[key]
 
-    strategy.measure_model_units = look_up_unit_costs
+    strategy.measure_units_on_fake_tensors = look_up_unit_costs
 
 
-def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, list[list[Any]]]:
+def cut_model_into_stages(
+    request: Request, trial: Trial | None = None
+) -> tuple[Any, list[list[Any]]]:
     """Cut a model into pipeline stages. Return the strategy and each stage's unit costs.
 
     Args:
@@ -214,33 +220,33 @@ def cut_into_stages(request: Request, trial: Trial | None = None) -> tuple[Any, 
     """
     with ExitStack() as stack:
         stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
-        stack.enter_context(fake_worker_environment(request))
+        stack.enter_context(open_fake_worker_environment(request))
         strategy: Any
         model, strategy, worker = build_worker(request)
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
         strategy.worker = worker
-        return strategy, [units for _, units in strategy.cut_into_stages(model, worker)]
+        return strategy, [units for _, units in strategy.cut_model_into_stages(model, worker)]
 
 
-def limit_microbatches(strategy: Any, microbatch_counts: Turns) -> None:
+def limit_traced_microbatches(strategy: Any, microbatch_counts: MicrobatchCounts) -> None:
     """Make a pipeline stage compute few micro-batches instead of all of a step.
 
     Args:
         strategy: The pipeline.
         microbatch_counts: Turns of these micro-batches.
     """
-    make_schedule = strategy.make_schedule
+    make_schedule = strategy.make_microbatch_schedule
 
-    def make_short_schedule(samples: int) -> Any:
+    def make_schedule_of_few_microbatches(samples: int) -> Any:
         schedule = make_schedule(
             samples // microbatch_counts.microbatches * strategy.options.microbatches
         )
         shorten_schedule(schedule, *microbatch_counts)
         return schedule
 
-    strategy.make_schedule = make_short_schedule
+    strategy.make_microbatch_schedule = make_schedule_of_few_microbatches
 
 
 def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Worker) -> None:
@@ -254,11 +260,11 @@ def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Work
     strategy.setup(model, worker)
     if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
         compressor.begin_compression()
-        for replica in list_replicas(strategy):
-            replica.reduce_all()
+        for replica in list_ddp_substitutes(strategy):
+            replica.reduce_all_buckets()
 
 
-def _trace_step(
+def _trace_training_step(
     trace: OperatorTrace,
     strategy: base.Strategy,
     request: Request,
@@ -269,13 +275,13 @@ def _trace_step(
     strategy.steps, strategy.worker.total_steps = num_earlier_steps, num_earlier_steps + 1
     trace.begin_phase("forward")
     x, y = request.make_example_batch(batch)
-    trace.tag_storages("activations", (x, y))
+    trace.set_purpose_of_storages("activations", (x, y))
     strategy.step(x, y)
-    _tag_kept_tensors(trace, strategy)
+    _tag_persistent_tensors(trace, strategy)
     strategy.forget_batch()
 
 
-def evaluate_on_fakes(strategy: base.Strategy, request: Request) -> None:
+def evaluate_on_fake_tensors(strategy: base.Strategy, request: Request) -> None:
     """Run an evaluation as in a training: without autocast, and with logits in float64."""
     if not request.eval_batch:
         return
@@ -289,32 +295,34 @@ def _make_phase_marker(trace: OperatorTrace, model: nn.Module) -> Callable[[str]
     Strategies call the function with the phase's name.
     """
 
-    def mark_phase_end(phase: str) -> None:
+    def begin_next_phase(phase: str) -> None:
         if phase not in ("forward", "backward"):
             return
         trace.phases[-1].name = phase
         if phase == "backward":
-            trace.tag_storages("gradients", (p.grad for p in model.parameters()))
+            trace.set_purpose_of_storages("gradients", (p.grad for p in model.parameters()))
         trace.begin_phase("optimizer")
 
-    return mark_phase_end
+    return begin_next_phase
 
 
 def _tag_model_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.Module) -> None:
-    trace.tag_storages("parameters", model.parameters())
-    trace.tag_storages("buffers", model.buffers())
+    trace.set_purpose_of_storages("parameters", model.parameters())
+    trace.set_purpose_of_storages("buffers", model.buffers())
     if strategy.optimizer is not None:
         state = get_optimizer_state(strategy.optimizer).values()
-        trace.tag_storages("optimizer", (t for entry in state for t in entry.values()))
-    trace.tag_storages("optimizer", filter(torch.is_tensor, strategy.extra_state()))
-    _tag_kept_tensors(trace, strategy)
+        trace.set_purpose_of_storages("optimizer", (t for entry in state for t in entry.values()))
+    trace.set_purpose_of_storages("optimizer", filter(torch.is_tensor, strategy.extra_state()))
+    _tag_persistent_tensors(trace, strategy)
 
 
-def _tag_kept_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
+def _tag_persistent_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
     for part, tensors in strategy.list_persistent_tensors().items():
-        trace.tag_storages(part, tensors)
-    for replica in list_replicas(strategy):
-        trace.tag_storages("gradients" if replica.as_view else "buckets", replica.buckets)
+        trace.set_purpose_of_storages(part, tensors)
+    for replica in list_ddp_substitutes(strategy):
+        trace.set_purpose_of_storages(
+            "gradients" if replica.as_view else "buckets", replica.buckets
+        )
 
 
 # --- models of fake tensors --------------------------------------------------------------------------
@@ -346,7 +354,7 @@ def build_fake_model(
 # --- strategies on fake tensors ---------------------------------------------------------------------
 
 
-def make_strategy_on_fakes(request: Request) -> base.Strategy:
+def make_strategy_with_substitutes(request: Request) -> base.Strategy:
     """Return the request's strategy, with substitutes for what other processes provide.
 
     A substitute overrides only what leaves the process, so that the plan does everything else that a
@@ -362,9 +370,9 @@ class FakeParameterServer(ParameterServer):
     """Substitute for a worker of parameter servers, without servers and shared memory."""
 
     def flatten(self) -> FlatSpace:
-        return FlatSpace(self.model, allocate=_allocate_unmapped_tensors)
+        return FlatSpace(self.model, allocate=_allocate_unshared_tensors)
 
-    def connect(self) -> NoChannel:
+    def connect_to_servers(self) -> NoChannel:
         return NoChannel()
 
 
@@ -378,13 +386,13 @@ class NoChannel:
     def rehearse_exchange(self) -> None: ...
 
 
-def _allocate_unmapped_tensors(layout: Layout, shared: bool) -> FlatTensors:
+def _allocate_unshared_tensors(layout: Layout, shared: bool) -> FlatTensors:
     weights = torch.zeros(layout.numel, dtype=DTYPES[layout.dtype])
     buffers = torch.zeros(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
     return FlatTensors(weights, torch.zeros_like(weights), buffers)
 
 
-def list_replicas(strategy: base.Strategy) -> list[Replica]:
+def list_ddp_substitutes(strategy: base.Strategy) -> list[Replica]:
     """Return the substitutes for DistributedDataParallel in the strategy's wrapped model."""
     module = getattr(strategy, "module", None)
     return [] if module is None else [m for m in module.modules() if isinstance(m, Replica)]

@@ -15,8 +15,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.drawn_out import (
-    UnlikeError,
-    make_footprint_by_blocks,
+    TraceMismatchError,
+    make_footprint_from_few_blocks,
     sum_weighted_numbers,
 )
 from stratbench.extensions.plan.footprint.footprint import (
@@ -25,7 +25,7 @@ from stratbench.extensions.plan.footprint.footprint import (
     make_footprint,
     trace_two_steps,
 )
-from stratbench.extensions.plan.footprint.request import Request, Turns
+from stratbench.extensions.plan.footprint.request import Request, MicrobatchCounts
 from stratbench.strategies import get_mesh
 from stratbench.workload.users_code import ModelError
 
@@ -45,7 +45,7 @@ PLAIN_SCHEDULES = ("gpipe", "1f1b")
 ByMicrobatches = Callable[[int, int], Footprint]
 
 
-def make_footprint_by_few_parts(
+def make_footprint_from_few_parts(
     request: Request, trial: Trial | None = None, blocks: Blocks | None = None
 ) -> Footprint:
     """Return a request's footprint, from traces with few parts of a batch if possible.
@@ -57,14 +57,14 @@ def make_footprint_by_few_parts(
         trial: Trial of the model, by which the strategy may reject it; None skips that.
         blocks: Equal blocks of the model, if any.
     """
-    make = partial(_make_footprint_by_stages, trial=trial, blocks=blocks)
+    make = partial(_make_footprint_from_few_microbatches, trial=trial, blocks=blocks)
     steps = request.gradient_accumulation_steps
     if steps > FEW + MORE:
         try:
-            return extrapolate_steps(request, make)
+            return extrapolate_accumulated_parts(request, make)
         # The error is dropped, since the trace of all parts below either raises it again or succeeds.
         except (
-            UnlikeError,
+            TraceMismatchError,
             ModelError,
         ):
             pass
@@ -73,7 +73,7 @@ def make_footprint_by_few_parts(
     return make(request)
 
 
-def extrapolate_steps(
+def extrapolate_accumulated_parts(
     request: Request, make_footprint: Callable[[Request], Footprint]
 ) -> Footprint:
     """Extrapolate the footprint of a step to many accumulated parts of a batch.
@@ -83,32 +83,34 @@ def extrapolate_steps(
     """
     steps = request.gradient_accumulation_steps
 
-    def make_for_parts(num_parts: int) -> Footprint:
+    def make_footprint_of_parts(num_parts: int) -> Footprint:
         settings = replace(request.settings, gradient_accumulation_steps=num_parts)
         return make_footprint(replace(request, settings=settings))
 
-    each = [make_for_parts(n) for n in (FEW, MORE)]
+    each = [make_footprint_of_parts(n) for n in (FEW, MORE)]
     parts = [request.num_accumulated_parts // steps * n for n in (FEW, MORE, steps)]
-    return extrapolate_parts(each, parts, (FEW - steps + 1, steps - FEW))
+    return sum_weighted_footprints(each, parts, (FEW - steps + 1, steps - FEW))
 
 
-def _make_footprint_by_stages(
+def _make_footprint_from_few_microbatches(
     request: Request, trial: Trial | None, blocks: Blocks | None
 ) -> Footprint:
     mesh = get_mesh(request.strategy, dict(request.options), request.world_size)
     if mesh.stages == 1:
-        return make_footprint_by_blocks(request, trial, blocks)
+        return make_footprint_from_few_blocks(request, trial, blocks)
     if request.options.get("schedule") in PLAIN_SCHEDULES:
         try:
-            return extrapolate_stages(request, mesh.stages, trial)
-        except (UnlikeError, ModelError):
+            return extrapolate_pipeline_microbatches(request, mesh.stages, trial)
+        except (TraceMismatchError, ModelError):
             pass
         except Exception:
             log.exception("stages could not be extrapolated; all micro-batches are traced")
     return make_footprint(request, trial)
 
 
-def extrapolate_stages(request: Request, num_stages: int, trial: Trial | None = None) -> Footprint:
+def extrapolate_pipeline_microbatches(
+    request: Request, num_stages: int, trial: Trial | None = None
+) -> Footprint:
     """Extrapolate the footprint of a pipeline from traces with few micro-batches.
 
     Raises:
@@ -116,27 +118,29 @@ def extrapolate_stages(request: Request, num_stages: int, trial: Trial | None = 
     """
     from stratbench.extensions.plan.footprint import fake
 
-    strategy, units = fake.cut_into_stages(request, trial)
+    strategy, units = fake.cut_model_into_stages(request, trial)
     # Stages of one kind have equal layers. The first stage differs, since it takes samples, and the last,
     # since it returns the loss.
     kinds = [(tuple(each), i == 0, i == num_stages - 1) for i, each in enumerate(units)]
 
     @cache
-    def follow_stage(stage_kind: Any, microbatches: int, num_waiting: int) -> Footprint:
-        turns = Turns(microbatches, num_waiting)
+    def trace_stage_footprint(stage_kind: Any, microbatches: int, num_waiting: int) -> Footprint:
+        turns = MicrobatchCounts(microbatches, num_waiting)
         return trace_two_steps(
             request, kinds.index(stage_kind), trial, microbatch_counts=turns
         ).make_footprint()
 
     many, steps = request.options["microbatches"], request.gradient_accumulation_steps
     found = [
-        extrapolate_microbatches(partial(follow_stage, kind), many, waits, steps)
-        for kind, waits in zip(kinds, strategy.count_pending_microbatches(num_stages), strict=True)
+        extrapolate_stage_microbatches(partial(trace_stage_footprint, kind), many, waits, steps)
+        for kind, waits in zip(
+            kinds, strategy.count_pending_microbatches_by_stage(num_stages), strict=True
+        )
     ]
     return replace(found[0], stage_footprints=found)
 
 
-def extrapolate_microbatches(
+def extrapolate_stage_microbatches(
     make_stage_footprint: ByMicrobatches,
     microbatches: int,
     num_waiting: int,
@@ -159,10 +163,10 @@ def extrapolate_microbatches(
         few = [(2, 1), (3, 1)] if num_waiting == 1 else [(2, 2), (3, 3)]
         weights = [3 - microbatches, microbatches - 2]
     parts = [num_accumulated_parts * n for n in (*(n for n, _ in few), microbatches)]
-    return extrapolate_parts([make_stage_footprint(*each) for each in few], parts, weights)
+    return sum_weighted_footprints([make_stage_footprint(*each) for each in few], parts, weights)
 
 
-def extrapolate_parts(
+def sum_weighted_footprints(
     footprints: Sequence[Footprint], part_counts: Sequence[int], weights: Sequence[int]
 ) -> Footprint:
     """Extrapolate a step's footprint as a weighted sum of footprints with few parts.
@@ -177,15 +181,17 @@ def extrapolate_parts(
     """
     if any(f.stage_footprints for f in footprints):
         alike = zip(*(f.stage_footprints for f in footprints), strict=True)
-        stages = [extrapolate_parts(of_stage, part_counts, weights) for of_stage in alike]
+        stages = [sum_weighted_footprints(of_stage, part_counts, weights) for of_stage in alike]
         return replace(stages[0], stage_footprints=stages)
-    of_parts = [_scale_lines(f, n) for f, n in zip(footprints, part_counts, strict=False)]
+    of_parts = [
+        _scale_slopes_over_batch(f, n) for f, n in zip(footprints, part_counts, strict=False)
+    ]
     few, more = of_parts[-2:]
     further = (part_counts[-1] - part_counts[-2]) // (part_counts[-2] - part_counts[-3])
     collectives = extrapolate_collective_entries(few.collectives, more.collectives, further)
     plain = [replace(f, collectives=[]) for f in of_parts]
     drawn = replace(sum_weighted_numbers(plain, weights), collectives=collectives)
-    return _scale_lines(drawn, 1 / part_counts[-1])
+    return _scale_slopes_over_batch(drawn, 1 / part_counts[-1])
 
 
 def extrapolate_collective_entries(
@@ -199,43 +205,45 @@ def extrapolate_collective_entries(
         UnlikeError: If collectives are not repeated from part to part.
     """
     a, b = (
-        [tuple(map(_round_bytes, call)) for call in each]
+        [tuple(map(_round_division_error, call)) for call in each]
         for each in (few_collectives, more_collectives)
     )
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
     added = len(b) - len(a)
     if added < 0 or b[same + added :] != a[same:]:
-        raise UnlikeError("the traces with few and with more parts have different collectives")
+        raise TraceMismatchError(
+            "the traces with few and with more parts have different collectives"
+        )
     return b[:same] + b[same : same + added] * (num_further_parts + 1) + b[same + added :]
 
 
-def _round_bytes(value: Any) -> Any:
+def _round_division_error(value: Any) -> Any:
     """Remove the rounding error of a division from a number of bytes."""
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _scale_lines(footprint: Footprint, factor: float) -> Footprint:
+def _scale_slopes_over_batch(footprint: Footprint, factor: float) -> Footprint:
     """Return the footprint with all its bytes per sample multiplied by a factor.
 
     Bytes per sample of a part become bytes per sample of a batch.
     """
 
-    def scale_line(line: Affine) -> Affine:
+    def scale_slope(line: Affine) -> Affine:
         return replace(line, per_sample=line.per_sample * factor)
 
     return replace(
         footprint,
-        touched_bytes=scale_line(footprint.touched_bytes),
+        touched_bytes=scale_slope(footprint.touched_bytes),
         peak_moments=[
             replace(
                 m,
-                total_bytes=scale_line(m.total_bytes),
-                parts_bytes={part: scale_line(line) for part, line in m.parts_bytes.items()},
+                total_bytes=scale_slope(m.total_bytes),
+                parts_bytes={part: scale_slope(line) for part, line in m.parts_bytes.items()},
                 reduction_sums=m.reduction_sums
                 and replace(
                     m.reduction_sums,
-                    outputs=scale_line(m.reduction_sums.outputs),
-                    inputs=scale_line(m.reduction_sums.inputs),
+                    outputs=scale_slope(m.reduction_sums.outputs),
+                    inputs=scale_slope(m.reduction_sums.inputs),
                 ),
             )
             for m in footprint.peak_moments

@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.reductions import Reduction
-from stratbench.extensions.plan.footprint.request import Request, Turns
+from stratbench.extensions.plan.footprint.request import Request, MicrobatchCounts
 from stratbench.strategies import get_mesh
 from stratbench.telemetry.flops import TRAINING_FLOPS, count_flops
 from stratbench.workload.network import models
@@ -43,7 +43,7 @@ class Affine:
         return self.fixed + self.per_sample * batch
 
     @classmethod
-    def from_two_values(cls, values: tuple[float, float], parts: int = 1) -> Affine:
+    def fit_two_values(cls, values: tuple[float, float], parts: int = 1) -> Affine:
         """Return the line through two values, which belong to two batch sizes.
 
         The batch sizes are BATCHES times `parts`.
@@ -53,7 +53,7 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Sums:
+class ReductionSize:
     """Size of a CUDA reduction, as linear functions of the batch size.
 
     Attributes:
@@ -66,15 +66,15 @@ class Sums:
     outputs: Affine
     inputs: Affine
     together: int
-    sum_bytes: int
+    partial_sum_bytes: int
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Sums:
+    def from_dict(cls, fields: dict[str, Any]) -> ReductionSize:
         return cls(**fields | {k: Affine(**fields[k]) for k in ("outputs", "inputs")})
 
     def compute_buffer_bytes(self, batch: int, resident_threads: int) -> int:
         outputs, inputs = (round(line.evaluate_at(batch)) for line in (self.outputs, self.inputs))
-        made = Reduction(outputs, inputs, self.together, self.sum_bytes)
+        made = Reduction(outputs, inputs, self.together, self.partial_sum_bytes)
         return made.compute_buffer_bytes(resident_threads)
 
 
@@ -88,7 +88,7 @@ class Moment:
     phase: str
     total_bytes: Affine
     parts_bytes: dict[str, Affine]
-    reduction_sums: Sums | None = None
+    reduction_sums: ReductionSize | None = None
 
     def compute_buffer_bytes(self, batch: int, resident_threads: int) -> int:
         """Return the bytes of the buffer of the reductions at this moment, on a GPU.
@@ -99,7 +99,7 @@ class Moment:
             return 0
         return self.reduction_sums.compute_buffer_bytes(batch, resident_threads)
 
-    def compute_bytes_at(self, batch: int, resident_threads: int) -> float:
+    def compute_total_bytes(self, batch: int, resident_threads: int) -> float:
         return self.total_bytes.evaluate_at(batch) + self.compute_buffer_bytes(
             batch, resident_threads
         )
@@ -195,12 +195,14 @@ class Footprint:
             resident_threads: Threads that the GPU holds at once, which sizes buffers of sums; 0 without
                 buffers.
         """
-        highest = max(self.peak_moments, key=lambda m: m.compute_bytes_at(batch, resident_threads))
+        highest = max(
+            self.peak_moments, key=lambda m: m.compute_total_bytes(batch, resident_threads)
+        )
         parts = {k: round(v.evaluate_at(batch)) for k, v in highest.parts_bytes.items()}
         if buffer_bytes := highest.compute_buffer_bytes(batch, resident_threads):
             parts["scratch"] = parts.get("scratch", 0) + buffer_bytes
         return MemoryPeak(
-            round(highest.compute_bytes_at(batch, resident_threads)), highest.phase, parts
+            round(highest.compute_total_bytes(batch, resident_threads)), highest.phase, parts
         )
 
     def compute_reserved_bytes(self, batch: int, resident_threads: int = 0) -> int:
@@ -277,7 +279,7 @@ class Footprint:
                 m["phase"],
                 Affine(**m["total_bytes"]),
                 {k: Affine(**v) for k, v in m["parts_bytes"].items()},
-                m["reduction_sums"] and Sums.from_dict(m["reduction_sums"]),
+                m["reduction_sums"] and ReductionSize.from_dict(m["reduction_sums"]),
             )
             for m in fields["peak_moments"]
         ]
@@ -310,7 +312,7 @@ def make_footprint(request: Request, trial: Trial | None = None) -> Footprint:
 
 
 @dataclass(frozen=True)
-class Followed:
+class TracedSteps:
     """Trace of two training steps of one worker on fake tensors, with different batch sizes.
 
     Attributes:
@@ -330,35 +332,38 @@ class Followed:
     blocks: Blocks | None
     trace: OperatorTrace
     strategy: Strategy
-    step_phases: tuple[list[Phase], list[Phase]]
-    event_edges: list[int]
-    collective_calls: list[CollectiveCall]
-    other_moments: list[Moment]
+    phases_of_both_steps: tuple[list[Phase], list[Phase]]
+    first_events: list[int]
+    collectives_of_step: list[CollectiveCall]
+    moments_of_other_steps: list[Moment]
 
     @property
-    def live_bytes_by_batch(self) -> list[list[int]]:
+    def live_bytes_of_both_steps(self) -> list[list[int]]:
         """Allocated bytes after each event, for each of the two steps."""
-        length = self.event_edges[1] - self.event_edges[0]
-        return [self.trace.list_live_bytes(edge, edge + length) for edge in self.event_edges[:2]]
+        length = self.first_events[1] - self.first_events[0]
+        return [
+            self.trace.list_live_bytes_after_events(edge, edge + length)
+            for edge in self.first_events[:2]
+        ]
 
     @property
-    def forward_flops(self) -> tuple[int, int]:
+    def forward_and_attention_flops(self) -> tuple[int, int]:
         """Operations of the second step's forward, and how many of them are fused attention."""
-        forward = [phase for phase in self.step_phases[1] if phase.name == "forward"]
+        forward = [phase for phase in self.phases_of_both_steps[1] if phase.name == "forward"]
         return sum(p.flops for p in forward), sum(p.attention_flops for p in forward)
 
     @property
     def recomputed_flops(self) -> int:
         """Operations of the second step that checkpointed blocks compute a second time."""
-        return sum(phase.recomputed_flops for phase in self.step_phases[1])
+        return sum(phase.recomputed_flops for phase in self.phases_of_both_steps[1])
 
     @cached_property
-    def counted_flops_per_sample(self) -> dict[str, float]:
+    def model_flops_per_sample(self) -> dict[str, float]:
         """Operations per sample of the whole model, as a job counts them."""
-        forward_flops = self.forward_flops[0] / (self.parts * BATCHES[1])
-        return _count_flops(self.request, forward_flops, self.blocks)
+        forward_flops = self.forward_and_attention_flops[0] / (self.parts * BATCHES[1])
+        return _count_flops_per_sample(self.request, forward_flops, self.blocks)
 
-    def compute_training_flops(
+    def compute_rank_training_flops(
         self, model_flops_per_sample: dict[str, float], forward_flops_of_rank: int
     ) -> float:
         """Return the operations per sample of forward and backward on one rank.
@@ -377,29 +382,33 @@ class Followed:
 
     def make_footprint(self) -> Footprint:
         """Return the footprint that follows from the two traced steps."""
-        request, trace, strategy, edges = self.request, self.trace, self.strategy, self.event_edges
-        parts, (flops, attention_flops) = self.parts, self.forward_flops
-        touched = [float(sum(phase.touched_bytes for phase in step)) for step in self.step_phases]
+        request, trace, strategy, edges = self.request, self.trace, self.strategy, self.first_events
+        parts, (flops, attention_flops) = self.parts, self.forward_and_attention_flops
+        touched = [
+            float(sum(phase.touched_bytes for phase in step)) for step in self.phases_of_both_steps
+        ]
         moments = _find_peak_moments(
-            trace, self.step_phases, self.live_bytes_by_batch, edges, parts
+            trace, self.phases_of_both_steps, self.live_bytes_of_both_steps, edges, parts
         )
         return Footprint(
             model_states_bytes=strategy.model_states(),
-            between_steps_bytes=drop_zeros(trace.get_device_bytes_by_purpose(edges[0])),
-            peak_moments=_select_highest(moments + self.other_moments, parts),
+            between_steps_bytes=drop_zero_bytes(trace.get_device_bytes_by_purpose(edges[0])),
+            peak_moments=_select_highest_moments(moments + self.moments_of_other_steps, parts),
             evaluation_peak=_find_evaluation_peak(trace, edges[2]),
-            collectives=[c.as_tuple for c in self.collective_calls],
+            collectives=[c.as_tuple for c in self.collectives_of_step],
             flops_per_sample=flops / (parts * BATCHES[1]),
-            training_flops_per_sample=self.compute_training_flops(
-                self.counted_flops_per_sample, flops
+            training_flops_per_sample=self.compute_rank_training_flops(
+                self.model_flops_per_sample, flops
             ),
-            operations_per_step=sum(phase.operations for phase in self.step_phases[1]),
-            touched_bytes=Affine.from_two_values((touched[0], touched[1]), parts),
-            flat_tensor_bytes=_compute_flat_bytes(strategy) if request.is_served else {},
+            operations_per_step=sum(phase.operations for phase in self.phases_of_both_steps[1]),
+            touched_bytes=Affine.fit_two_values((touched[0], touched[1]), parts),
+            flat_tensor_bytes=_compute_flat_tensor_bytes(strategy)
+            if request.is_worker_of_server
+            else {},
             host_bytes=trace.get_host_bytes_by_purpose(edges[0]),
             grown_bytes=sum(t.numel() * t.element_size() for t in strategy.list_late_tensors()),
-            frozen_bytes=_compute_frozen_bytes(strategy),
-            streamed_bytes=trace.find_max_streamed_bytes(*edges[1:]),
+            frozen_bytes=_compute_frozen_parameter_bytes(strategy),
+            streamed_bytes=trace.find_max_fsdp_stream_bytes(*edges[1:]),
             is_on_cuda=request.is_on_cuda,
             attention_share=attention_flops / flops if flops else 0.0,
             recomputed_flops_per_sample=self.recomputed_flops / (parts * BATCHES[1]),
@@ -411,8 +420,8 @@ def trace_two_steps(
     stage: int = 0,
     trial: Trial | None = None,
     blocks: Blocks | None = None,
-    microbatch_counts: Turns | None = None,
-) -> Followed:
+    microbatch_counts: MicrobatchCounts | None = None,
+) -> TracedSteps:
     """Trace two steps of a pipeline stage's first rank, with different batch sizes.
 
     Args:
@@ -431,8 +440,10 @@ def trace_two_steps(
     if microbatch_counts is not None:
         parts = request.gradient_accumulation_steps * microbatch_counts.microbatches
     batches = [parts * batch for batch in BATCHES]
-    trace, strategy = fake.trace_steps(request, batches, 0, stage, trial, blocks, microbatch_counts)
-    steps, edges = _split_steps(trace)
+    trace, strategy = fake.trace_training_steps(
+        request, batches, 0, stage, trial, blocks, microbatch_counts
+    )
+    steps, edges = _split_trace_into_steps(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.collective_name, c.group_size) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
@@ -444,22 +455,28 @@ def trace_two_steps(
     collectives = []
     for call, other in zip(*each, strict=True):
         if call != other:
-            line = Affine.from_two_values((call.n_bytes, other.n_bytes), parts)
+            line = Affine.fit_two_values((call.n_bytes, other.n_bytes), parts)
             call = replace(call, n_bytes=line.fixed, bytes_per_sample=line.per_sample)
         collectives.append(call)
     others = []
     # A strategy may have several kinds of steps. All are traced, since the peak is the maximum over all
     # kinds.
     for number in strategy.list_first_steps_by_kind[1:]:
-        other, _ = fake.trace_steps(request, batches, number, stage, trial)
-        lives_of = Followed(request, parts, None, other, strategy, *_split_steps(other), [], [])
-        others += _find_peak_moments(
-            other, lives_of.step_phases, lives_of.live_bytes_by_batch, lives_of.event_edges, parts
+        other, _ = fake.trace_training_steps(request, batches, number, stage, trial)
+        lives_of = TracedSteps(
+            request, parts, None, other, strategy, *_split_trace_into_steps(other), [], []
         )
-    return Followed(request, parts, blocks, trace, strategy, steps, edges, collectives, others)
+        others += _find_peak_moments(
+            other,
+            lives_of.phases_of_both_steps,
+            lives_of.live_bytes_of_both_steps,
+            lives_of.first_events,
+            parts,
+        )
+    return TracedSteps(request, parts, blocks, trace, strategy, steps, edges, collectives, others)
 
 
-def _split_steps(
+def _split_trace_into_steps(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
     """Return the phases of both traced steps, and where steps and evaluation begin.
@@ -473,19 +490,21 @@ def _split_steps(
     return steps, [p.first_event for p in (steps[0][0], steps[1][0], trace.phases[1 + 2 * n])]
 
 
-def _compute_flat_bytes(strategy: ParameterServer) -> dict[str, int]:
+def _compute_flat_tensor_bytes(strategy: ParameterServer) -> dict[str, int]:
     layout = strategy.flat.layout
     return {"weights": layout.weight_bytes, "buffers": layout.buffer_bytes}
 
 
-def _compute_frozen_bytes(strategy: Strategy) -> int:
+def _compute_frozen_parameter_bytes(strategy: Strategy) -> int:
     from stratbench.telemetry.shards import get_local_shard
 
     frozen = [get_local_shard(p) for p in strategy.model.parameters() if not p.requires_grad]
     return sum(p.numel() * p.element_size() for p in frozen)
 
 
-def _count_flops(request: Request, forward_flops: float, blocks: Blocks | None) -> dict[str, float]:
+def _count_flops_per_sample(
+    request: Request, forward_flops: float, blocks: Blocks | None
+) -> dict[str, float]:
     """Return floating-point operations per sample of the whole model, as a job counts them.
 
     `forward_flops` are those of the traced forward, for a user's model that cannot be counted separately.
@@ -493,7 +512,9 @@ def _count_flops(request: Request, forward_flops: float, blocks: Blocks | None) 
     s = request.settings
     own = json.dumps(s.own_model, sort_keys=True)
     try:
-        return _count_model_flops(s.model, own, request.classes, request.input_shape, blocks)
+        return _count_model_flops_per_sample(
+            s.model, own, request.classes, request.input_shape, blocks
+        )
     except Exception:  # a user's model may raise any exception
         if s.own_model is None:
             raise
@@ -504,7 +525,7 @@ def _count_flops(request: Request, forward_flops: float, blocks: Blocks | None) 
 
 
 @cache
-def _count_model_flops(
+def _count_model_flops_per_sample(
     model: str, own_model_json: str, classes: int, shape: tuple[int, ...], blocks: Blocks | None
 ) -> dict[str, int]:
     """Count a model's floating-point operations per sample, once per process."""
@@ -525,14 +546,16 @@ def _find_peak_moments(
 
     The batches have at least one sample per part.
     """
-    lines = [Affine.from_two_values(pair, parts) for pair in zip(*live_bytes, strict=True)]
-    chosen: list[tuple[int, Sums | None]] = [(i, None) for i in find_upper_envelope(lines, parts)]
-    for sums, at in list_reductions(steps, first_events, parts).items():
-        chosen += [(at[i], sums) for i in find_upper_envelope([lines[i] for i in at], parts)]
+    lines = [Affine.fit_two_values(pair, parts) for pair in zip(*live_bytes, strict=True)]
+    chosen: list[tuple[int, ReductionSize | None]] = [
+        (i, None) for i in find_highest_lines(lines, parts)
+    ]
+    for sums, at in list_positions_by_reduction(steps, first_events, parts).items():
+        chosen += [(at[i], sums) for i in find_highest_lines([lines[i] for i in at], parts)]
     moments = []
     for i, sums in chosen:
         both = [trace.get_device_bytes_by_purpose(edge + i) for edge in first_events[:2]]
-        held = {k: Affine.from_two_values((both[0][k], both[1][k]), parts) for k in both[0]}
+        held = {k: Affine.fit_two_values((both[0][k], both[1][k]), parts) for k in both[0]}
         used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
         # The last of the first i events has the number i - 1.
         phase = trace.get_phase_of_event(first_events[1] + max(i - 1, 0))
@@ -540,9 +563,9 @@ def _find_peak_moments(
     return moments
 
 
-def list_reductions(
+def list_positions_by_reduction(
     steps: tuple[list[Phase], list[Phase]], first_events: list[int], parts: int
-) -> dict[Sums, list[int]]:
+) -> dict[ReductionSize, list[int]]:
     """Return where a trace has CUDA reductions, by the size of the reduction.
 
     Only reductions that may need a buffer are included.
@@ -556,19 +579,19 @@ def list_reductions(
         [(at - edge, r) for phase in step for at, r in phase.reductions]
         for step, edge in zip(steps, first_events[:2], strict=True)
     ]
-    indices: dict[Sums, list[int]] = {}
+    indices: dict[ReductionSize, list[int]] = {}
     for (at, one), (_, other) in zip(*made, strict=True):
-        sums = Sums(
-            Affine.from_two_values((one.outputs, other.outputs), parts),
-            Affine.from_two_values((one.inputs, other.inputs), parts),
+        sums = ReductionSize(
+            Affine.fit_two_values((one.outputs, other.outputs), parts),
+            Affine.fit_two_values((one.inputs, other.inputs), parts),
             max(one.together, other.together),
-            one.sum_bytes,
+            one.partial_sum_bytes,
         )
         indices.setdefault(sums, []).append(at)
     return indices
 
 
-def _select_highest(moments: list[Moment], min_batch: int) -> list[Moment]:
+def _select_highest_moments(moments: list[Moment], min_batch: int) -> list[Moment]:
     """Return the moments that have the most memory for some batch size.
 
     Moments with different reductions are compared separately. `min_batch` is the smallest batch.
@@ -577,12 +600,12 @@ def _select_highest(moments: list[Moment], min_batch: int) -> list[Moment]:
     for sums in dict.fromkeys(m.reduction_sums for m in moments):
         same_sums = [m for m in moments if m.reduction_sums == sums]
         highest += [
-            same_sums[i] for i in find_upper_envelope([m.total_bytes for m in same_sums], min_batch)
+            same_sums[i] for i in find_highest_lines([m.total_bytes for m in same_sums], min_batch)
         ]
     return highest
 
 
-def find_upper_envelope(lines: list[Affine], min_batch: int = 1) -> list[int]:
+def find_highest_lines(lines: list[Affine], min_batch: int = 1) -> list[int]:
     """Return the indices of the lines that are highest for some batch size.
 
     Batches have `min_batch` samples or more. The indices are ordered by ascending slope.
@@ -609,12 +632,12 @@ def find_upper_envelope(lines: list[Affine], min_batch: int = 1) -> list[int]:
 
 def _find_evaluation_peak(trace: OperatorTrace, first_event: int) -> MemoryPeak:
     stop = len(trace.events)
-    live = trace.list_live_bytes(first_event, stop)
+    live = trace.list_live_bytes_after_events(first_event, stop)
     at = max(range(len(live)), key=live.__getitem__)
     return MemoryPeak(
-        live[at], "evaluation", drop_zeros(trace.get_device_bytes_by_purpose(first_event + at))
+        live[at], "evaluation", drop_zero_bytes(trace.get_device_bytes_by_purpose(first_event + at))
     )
 
 
-def drop_zeros(parts: dict[str, int]) -> dict[str, int]:
+def drop_zero_bytes(parts: dict[str, int]) -> dict[str, int]:
     return {k: v for k, v in parts.items() if v}

@@ -33,7 +33,7 @@ class Reduction:
     outputs: int
     inputs: int
     together: int
-    sum_bytes: int
+    partial_sum_bytes: int
 
     @classmethod
     def of(
@@ -58,10 +58,10 @@ class Reduction:
         dims_of = [(strides[d], shape[d], d in dims) for d in range(len(shape)) if shape[d] > 1]
         # PyTorch orders the result's dimensions by their distance in memory. The last dimension is the
         # nearest.
-        merged = _merge_dimensions(
+        merged = _merge_contiguous_dimensions(
             (stride, size) for stride, size, is_added in reversed(dims_of) if not is_added
         )
-        added = _merge_dimensions(
+        added = _merge_contiguous_dimensions(
             sorted((stride, size) for stride, size, is_added in dims_of if is_added)
         )
         if not merged or not added or merged[0][0] > added[0][0]:
@@ -70,7 +70,7 @@ class Reduction:
         others = [stride for stride, _ in merged[1:] + added]
         while any(n % together for n in (offset, merged[0][1], *others)):
             together //= 2
-        return cls(_count_numbers(merged), _count_numbers(added), together, max(4, item_bytes))
+        return cls(_multiply_sizes(merged), _multiply_sizes(added), together, max(4, item_bytes))
 
     def compute_buffer_bytes(self, resident_threads: int) -> int:
         """Return the bytes of the buffer and its counters on a GPU.
@@ -79,9 +79,11 @@ class Reduction:
         and global_memory_size, ATen/native/cuda/Reduce.cuh).
         """
         most = BLOCK_THREADS // self.together
-        width = min(_floor_power_of_two(self.outputs // self.together, most), WARP)
-        height = min(_floor_power_of_two(self.inputs, most), most // width)
-        width = min(_floor_power_of_two(self.outputs // self.together, most), most // height)
+        width = min(_round_down_to_power_of_two(self.outputs // self.together, most), WARP)
+        height = min(_round_down_to_power_of_two(self.inputs, most), most // width)
+        width = min(
+            _round_down_to_power_of_two(self.outputs // self.together, most), most // height
+        )
         if self.inputs < min(height * MIN_NUMBERS, MAX_NUMBERS):
             return 0  # one warp computes each sum, without a buffer
         each = _divide_rounding_up(self.inputs, height)
@@ -96,11 +98,11 @@ class Reduction:
         if parts == 1:
             return 0
         # The buffer is larger than its content, since PyTorch counts the sums of a thread block twice.
-        buffer_bytes = self.sum_bytes * self.outputs * parts * width * self.together
+        buffer_bytes = self.partial_sum_bytes * self.outputs * parts * width * self.together
         return buffer_bytes + COUNTER_BYTES * blocks
 
 
-def _merge_dimensions(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_contiguous_dimensions(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge neighbouring dimensions that are contiguous, given as (stride, size) pairs."""
     merged: list[tuple[int, int]] = []
     for stride, size in dims:
@@ -111,11 +113,11 @@ def _merge_dimensions(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _count_numbers(dims: list[tuple[int, int]]) -> int:
+def _multiply_sizes(dims: list[tuple[int, int]]) -> int:
     return math.prod(size for _, size in dims)
 
 
-def _floor_power_of_two(n: int, maximum: int) -> int:
+def _round_down_to_power_of_two(n: int, maximum: int) -> int:
     """Return the largest power of two that is at most `n`.
 
     The result is `maximum` if `n` reaches it.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stratbench.workload.torch_internals import assign_buckets, replace_attribute
+from stratbench.workload.torch_internals import assign_parameters_to_buckets, replace_attribute
 
 
 class Replica(nn.Module):
@@ -39,7 +39,7 @@ class Replica(nn.Module):
         # Backward completes gradients in about the reverse order of the model's parameters.
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         self._hooked: list[GradBucket] = []
-        groups = assign_buckets(parameters, bucket_cap_mb << 20)
+        groups = assign_parameters_to_buckets(parameters, bucket_cap_mb << 20)
         self.buckets = [
             parameters[group[0]].new_empty(sum(parameters[i].numel() for i in group))
             for group in groups
@@ -53,7 +53,7 @@ class Replica(nn.Module):
             index = len(self._hooked)
             self._hooked.append(GradBucket(index, bucket, views, index == len(groups) - 1))
             for i, view in zip(group, views, strict=True):
-                taken = partial(self._add_to_bucket, index, view, waiting)
+                taken = partial(self._add_gradient_to_bucket, index, view, waiting)
                 parameters[i].register_post_accumulate_grad_hook(taken)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
@@ -90,7 +90,7 @@ class Replica(nn.Module):
         self._sends_buffers = self.synchronises
         return self.module(x)
 
-    def _add_to_bucket(
+    def _add_gradient_to_bucket(
         self,
         bucket_index: int,
         gradient_view: Tensor,
@@ -112,20 +112,20 @@ class Replica(nn.Module):
         if self._hook is None:
             dist.all_reduce(self.buckets[bucket_index], async_op=True)
             return
-        self._complete_pending()
+        self._complete_pending_bucket()
         under_way = None if self._waits else self._under_way
         with replace_attribute(dist, "all_reduce", partial(_start_hook_all_reduce, under_way)):
             self._hook(self._hooked[bucket_index])
         if self._hooked[bucket_index].comes_last:
-            self._complete_pending()
+            self._complete_pending_bucket()
 
-    def _complete_pending(self) -> None:
+    def _complete_pending_bucket(self) -> None:
         """Complete the all-reduce of the bucket in progress, of which there is at most one."""
         for future, tensor in self._under_way:
             future.set_result([tensor])
         self._under_way.clear()
 
-    def reduce_all(self) -> None:
+    def reduce_all_buckets(self) -> None:
         """All-reduce every gradient bucket, as a step does."""
         for index in range(len(self.buckets)):
             self._reduce_bucket(index)
@@ -134,7 +134,7 @@ class Replica(nn.Module):
 all_reduce = dist.all_reduce
 
 
-class _Reduced:
+class _AllReduceResult:
     """Substitute for an all-reduce's result: an object with the method `get_future`."""
 
     def __init__(self, future: torch.futures.Future) -> None:
@@ -149,7 +149,7 @@ def _start_hook_all_reduce(
     tensor: Tensor,
     *args: Any,
     **kwargs: Any,
-) -> _Reduced:
+) -> _AllReduceResult:
     """Start an all-reduce for a hook, and return an object with the hook's future.
 
     The future is completed at once if `pending_reductions` is None.
@@ -160,7 +160,7 @@ def _start_hook_all_reduce(
         future.set_result([tensor])
     else:
         pending_reductions.append((future, tensor))
-    return _Reduced(future)
+    return _AllReduceResult(future)
 
 
 class GradBucket(NamedTuple):

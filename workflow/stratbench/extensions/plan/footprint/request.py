@@ -11,7 +11,7 @@ from stratbench.cell.settings import EACH, Settings
 from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.device_data import choose_eval_batch, make_example_batch
+from stratbench.workload.data.device_data import choose_evaluation_batch_size, make_example_batch
 from stratbench.workload.data.placement import BUFFERED_BATCHES
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import get_batch_memory_format, get_weights_dtype
@@ -26,7 +26,7 @@ RESHARDING = "reshard_after_forward"
 
 
 @cache
-def get_served_stand_in() -> str:
+def get_server_strategy_stand_in() -> str:
     """Return the name of the strategy with which the plan predicts all parameter servers."""
     return next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
 
@@ -66,7 +66,7 @@ class Request:
         planned = get_strategy_class(strategy)
         most, of_node = s.gpus, local_world
         if planned.kind == "server":
-            strategy, most = get_served_stand_in(), 1
+            strategy, most = get_server_strategy_stand_in(), 1
             options = get_option_defaults(strategy)
         elif planned.kind == "own":  # of a user's command, only the model is traced
             options, most = get_option_defaults(strategy), 1
@@ -83,7 +83,7 @@ class Request:
             seed=0,
             global_batch=most,
             per_worker_batch=1,
-            **select_planned_settings(s) | {"device": "cuda" if on_cuda else "cpu"},
+            **select_settings_of_footprint(s) | {"device": "cuda" if on_cuda else "cpu"},
         )
         return cls(
             settings=settings,
@@ -91,7 +91,7 @@ class Request:
             classes=data.classes,
             values=data.values,
             workers_per_node=min(most, of_node),
-            eval_batch=min(choose_eval_batch(data.shape), data.test_samples),
+            eval_batch=min(choose_evaluation_batch_size(data.shape), data.test_samples),
         )
 
     def make_example_batch(self, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +111,7 @@ class Request:
             labelled,
         )
 
-    def make_task_by_trial(self) -> tuple[Task, LossKind]:
+    def make_task_and_loss_kind(self) -> tuple[Task, LossKind]:
         """Return the task and its kind of loss, after a trial as in a training."""
         return run_task_trial(self.settings, self.input_shape, self.classes, self.values)
 
@@ -149,12 +149,12 @@ class Request:
         return models.get_model(self.settings)
 
     @property
-    def is_served(self) -> bool:
+    def is_worker_of_server(self) -> bool:
         """Whether the rank is a worker of a parameter server."""
         return get_strategy_class(self.strategy).kind == "server"
 
     @property
-    def by_command(self) -> bool:
+    def is_trained_by_command(self) -> bool:
         """Whether a user's command trains the cell. Its footprint is then unknown."""
         return get_strategy_class(self.strategy).kind == "own"
 
@@ -194,14 +194,14 @@ class Request:
         return self.is_on_cuda and self.settings.precision in ("fp16", "bf16")
 
 
-class Turns(NamedTuple):
+class MicrobatchCounts(NamedTuple):
     """Numbers of a pipeline stage's micro-batches: all, and those that wait for backward."""
 
     microbatches: int
-    waiting: int
+    num_waiting_for_backward: int
 
 
-def select_planned_settings(s: Settings) -> dict[str, Any]:
+def select_settings_of_footprint(s: Settings) -> dict[str, Any]:
     """Return the settings that affect a footprint, as the metadata of settings say."""
     selected = {}
     for field in fields(Settings):
@@ -227,10 +227,12 @@ def compute_data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: boo
     numbers = data.train_samples * (4 if augment else 1)
     size = input_shape[1:] if len(input_shape) == 3 else data.shape[1:]
     values = samples * data.shape[0] * math.prod(size)
-    return values * data.stored_bytes + samples * compute_target_bytes(data) + 8 * numbers
+    return (
+        values * data.stored_bytes + samples * compute_target_bytes_per_sample(data) + 8 * numbers
+    )
 
 
-def compute_target_bytes(data: Dataset) -> int:
+def compute_target_bytes_per_sample(data: Dataset) -> int:
     """Return the bytes of one sample's target, as the data set stores it."""
     kind, shape = data.target_type_and_shape
     return {"uint8": 1, "int32": 4, "float32": 4, "int64": 8}[kind] * math.prod(shape)
@@ -247,6 +249,6 @@ def compute_batch_buffer_bytes(data: Dataset, samples: int, augment: bool) -> in
         samples: Samples of a batch.
         augment: Whether samples are augmented.
     """
-    each = math.prod(data.shape) * data.stored_bytes + compute_target_bytes(data)
+    each = math.prod(data.shape) * data.stored_bytes + compute_target_bytes_per_sample(data)
     each += 24 if augment and not data.is_text else 0
     return BUFFERED_BATCHES * samples * each

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-from stratbench.workload.known_values import KnownFakes
+from stratbench.workload.known_values import KnownValueFakeMode
 from stratbench.workload.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -39,7 +39,7 @@ _CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-class FakeTensors(KnownFakes):
+class FakeTensors(KnownValueFakeMode):
     """Fake tensor mode that finds cached results of operators faster than `KnownFakes`.
 
     The results of operators are cached, and most time goes into describing operands for a look-up. Here the
@@ -55,8 +55,8 @@ class FakeTensors(KnownFakes):
             call = (
                 func,
                 of_place,
-                self._describe_values(args),
-                self._describe_values(kwargs.items()),
+                self._describe_operands(args),
+                self._describe_operands(kwargs.items()),
             )
         except _IndescribableOperand:
             return super()._cache_key(state, func, args, kwargs)
@@ -64,7 +64,7 @@ class FakeTensors(KnownFakes):
             key = self.keys[call] = super()._cache_key(state, func, args, kwargs)
         return key
 
-    def _describe_values(self, operands: Any) -> tuple[Any, ...]:
+    def _describe_operands(self, operands: Any) -> tuple[Any, ...]:
         """Return the properties of operands on which an operator's result depends.
 
         Raises:
@@ -75,7 +75,7 @@ class FakeTensors(KnownFakes):
             if isinstance(value, Tensor):
                 words.append(self._describe_tensor(value))
             elif isinstance(value, list | tuple):
-                words.append(self._describe_values(value))
+                words.append(self._describe_operands(value))
             elif type(value) in _PLAIN:
                 words += type(value), value  # the type, since 1 == 1.0 but results differ
             else:
@@ -110,7 +110,7 @@ _PLAIN = frozenset(
 
 
 @contextmanager
-def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
+def open_fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
     """Create a fake process group of any size, in which only this rank exists.
 
     The group exists until the block ends.
@@ -147,7 +147,7 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
         with unset_fake_temporarily():  # the mesh reads ranks from a tensor
             return make_mesh(*args, **kwargs)
 
-    def fused_sgd(*args: Any, **kwargs: Any) -> torch.optim.SGD:
+    def make_fused_sgd(*args: Any, **kwargs: Any) -> torch.optim.SGD:
         return sgd(*args, **(kwargs | {"fused": True}))
 
     joined = device_mesh.DeviceMesh._concatenate
@@ -165,17 +165,19 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
         stack.enter_context(replace_attribute(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # Without this replacement FSDP would cut every rank's shard of every parameter, which takes minutes
         # for a thousand ranks.
-        stack.enter_context(replace_attribute(_fsdp_param, "_chunk_with_empty", _take_first_chunk))
+        stack.enter_context(
+            replace_attribute(_fsdp_param, "_chunk_with_empty", _take_share_of_first_rank)
+        )
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
-        def propagate_untraced(*args: Any) -> Any:
+        def compute_shapes_untraced(*args: Any) -> Any:
             # DTensor computes the shapes of whole tensors here. No worker allocates them, so that they are
             # not traced.
             with _disable_current_modes():
                 return rules(*args)
 
         stack.enter_context(
-            replace_attribute(ShardingPropagator, rules.__name__, propagate_untraced)
+            replace_attribute(ShardingPropagator, rules.__name__, compute_shapes_untraced)
         )
         if not on_cuda:
             for name in SCATTERS:
@@ -184,7 +186,7 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
                         replace_attribute(dist, name, partial(_scatter_like_gloo, scatter))
                     )
         if fused:
-            stack.enter_context(replace_attribute(torch.optim, "SGD", fused_sgd))
+            stack.enter_context(replace_attribute(torch.optim, "SGD", make_fused_sgd))
         if counts_steps:
             # This module is imported first, since its import compiles the function that the following lines
             # replace.
@@ -195,7 +197,7 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
 
 
 @contextmanager
-def no_autocast() -> Iterator[None]:
+def disable_cpu_autocast() -> Iterator[None]:
     """Disable autocast on the CPU until the block ends."""
     with torch._C._ExcludeDispatchKeyGuard(_CPU_AUTOCAST):
         yield
@@ -206,7 +208,7 @@ def unregister_kernels(library: Library) -> None:
     library._destroy()
 
 
-def _take_first_chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+def _take_share_of_first_rank(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
     """Return rank 0's shard of a tensor, which is the largest.
 
     The plan uses no other shard.
@@ -233,15 +235,15 @@ class TorchReduction(NamedTuple):
 
 
 @register_op_impl(torch.ops.aten._fused_sgd_.default)
-def _fused_sgd(
+def _run_fused_sgd(
     _mode: FakeTensorMode, _op: Any, params: Any, grads: Any, momenta: Any, **options: Any
 ) -> None:
     """Stand in for SGD's fused kernel, which torch cannot run on fake tensors."""
-    _run_fused(options, params, grads, momenta)
+    _check_fused_operands(options, params, grads, momenta)
 
 
 @register_op_impl(torch.ops.aten._fused_adamw_.default)
-def _fused_adamw(
+def _run_fused_adamw(
     _mode: FakeTensorMode,
     _op: Any,
     params: Any,
@@ -256,10 +258,10 @@ def _fused_adamw(
 
     It does not support `amsgrad`.
     """
-    _run_fused(options, params, grads, means, squares)
+    _check_fused_operands(options, params, grads, means, squares)
 
 
-def _run_fused(options: dict[str, Any], params: Any, grads: Any, *moments: Any) -> None:
+def _check_fused_operands(options: dict[str, Any], params: Any, grads: Any, *moments: Any) -> None:
     """Raise RuntimeError for operands that the fused optimizer kernels on CUDA would reject.
 
     The kernels work in place, so that nothing is allocated. `moments` are those of the optimizer.

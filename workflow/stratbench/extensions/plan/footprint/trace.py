@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from stratbench.extensions.plan.footprint.reductions import Reduction
 from stratbench.extensions.plan.footprint.torch_internals import FLOP_FORMULAS
-from stratbench.extensions.plan.footprint.traffic import PARTS, compute_staging_bytes
-from stratbench.telemetry.collective_count import detect_collective, iter_tensors
+from stratbench.extensions.plan.footprint.traffic import PARTS, compute_gloo_staging_bytes
+from stratbench.telemetry.collective_count import detect_collective, iter_nested_tensors
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.telemetry.shards import get_local_shard
-from stratbench.workload.network.checkpointing import is_recomputing
+from stratbench.workload.network.checkpointing import is_recomputing_block
 from stratbench.workload.torch_internals import (
     CPU_ATTENTION_BACKWARD,
     TorchDispatchMode,
@@ -47,7 +47,7 @@ class Phase:
     recomputed_flops: int = 0  # part of `flops` that checkpointed blocks compute again
     collectives: list[CollectiveCall] = field(default_factory=list)
     #: FLOPs and touched bytes of the phase up to the start of each of its collectives.
-    reached: list[tuple[int, int]] = field(default_factory=list)
+    work_before_collectives: list[tuple[int, int]] = field(default_factory=list)
     #: Reductions that may need a buffer on CUDA, each with the number of events before it.
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class OperatorTrace(TorchDispatchMode):
         self.events: list[tuple[int, int]] = []
         self.tags: dict[int, str] = {}
         #: Numbers of the storages that FSDP allocates in separate streams for its collectives.
-        self.streamed: set[int] = set()
+        self.fsdp_stream_storages: set[int] = set()
         self.marks: list[TraceMark] = []
         self.phases = [Phase("setup", 0)]
         self._round_bytes, self._on_cpu, self._on_host = round_bytes, on_cpu, on_host
@@ -113,7 +113,7 @@ class OperatorTrace(TorchDispatchMode):
         sums = sum(len(phase.reductions) for phase in self.phases)
         return TraceMark(label, block, len(self.events), calls, sums)
 
-    def tag_storages(self, purpose: str, tensors: Iterable[torch.Tensor | None]) -> None:
+    def set_purpose_of_storages(self, purpose: str, tensors: Iterable[torch.Tensor | None]) -> None:
         """Set the purpose of the tensors' storages. Unknown storages are logged from now on."""
         for t in tensors:
             if t is not None:
@@ -128,7 +128,7 @@ class OperatorTrace(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, n_bytes: int) -> Any:
             result = original(storage, n_bytes)
             if (entry := self._known.get(get_storage_key(storage))) is not None:
-                self._log_change(entry, storage.size())
+                self._log_size_change(entry, storage.size())
                 self.tags.setdefault(entry[0], "gathered")
             return result
 
@@ -145,25 +145,25 @@ class OperatorTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         collective = self._log_collective(op, args, kwargs)
         out = op(*args, **kwargs)
-        made = [self._register_storage(t) for t in iter_tensors(out)]
+        made = [self._register_storage(t) for t in iter_nested_tensors(out)]
         phase = self.phases[-1]
         reached = phase.flops, phase.touched_bytes
         # Operators of the namespace `prim` only ask a tensor for its device. They launch no kernel.
         if not op.is_view and op.namespace != "prim":
             phase.operations += 1
-            phase.touched_bytes += sum(map(_count_bytes, iter_tensors((args, kwargs)))) + sum(
-                map(_count_bytes, iter_tensors(out))
-            )
+            phase.touched_bytes += sum(
+                map(_count_bytes, iter_nested_tensors((args, kwargs)))
+            ) + sum(map(_count_bytes, iter_nested_tensors(out)))
             if op.overloadpacket in FLOP_FORMULAS:
                 flops = FLOP_FORMULAS[op.overloadpacket](*args, **kwargs, out_val=out)
                 phase.flops += flops
                 phase.attention_flops += flops * ("attention" in op.__name__)
-                phase.recomputed_flops += flops * is_recomputing()
+                phase.recomputed_flops += flops * is_recomputing_block()
         if self._on_cpu and op.overloadpacket in _CONVOLUTIONS:
             for copies_bytes in _CONVOLUTIONS[op.overloadpacket](args, out):
-                self._log_temporary("scratch", copies_bytes)
+                self._log_temporary_allocations("scratch", copies_bytes)
         if not self._on_cpu and op.overloadpacket is CPU_ATTENTION_BACKWARD:
-            self._log_temporary("scratch", _list_flash_attention_bytes(args[1]))
+            self._log_temporary_allocations("scratch", _list_flash_attention_buffer_bytes(args[1]))
         if not self._on_cpu and op.overloadpacket in _SUMS:
             reduction = _SUMS[op.overloadpacket](args)
             if reduction is not None:
@@ -172,7 +172,7 @@ class OperatorTrace(TorchDispatchMode):
             self._tag_fsdp_buffers(op.__name__, args, kwargs, made)
         if collective is not None:
             phase.collectives.append(collective)
-            phase.reached.append(reached)
+            phase.work_before_collectives.append(reached)
         return out
 
     def _log_collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
@@ -181,25 +181,25 @@ class OperatorTrace(TorchDispatchMode):
         if collective is None:
             return None
         if collective.collective_name in ("all_gather", "reduce_scatter"):
-            for t in iter_tensors((args, kwargs)):
+            for t in iter_nested_tensors((args, kwargs)):
                 self.tags.setdefault(self._register_storage(t), "communication")
         if self._on_cpu:
-            self._log_temporary("staging", [compute_staging_bytes(collective)])
+            self._log_temporary_allocations("staging", [compute_gloo_staging_bytes(collective)])
         return collective
 
     def _tag_fsdp_buffers(self, name: str, args: Any, kwargs: Any, new_storages: list[int]) -> None:
         match name.partition(".")[0]:
             case "all_gather_copy_in":
                 self.tags.update(dict.fromkeys(new_storages, "communication"))
-                self.streamed.update(new_storages)
+                self.fsdp_stream_storages.update(new_storages)
             case "chunk_cat":  # copies full gradients into the tensor that is scattered
-                for t in iter_tensors(args):
+                for t in iter_nested_tensors(args):
                     self.tags.setdefault(self._register_storage(t), "gathered")
-                scattered = [self._register_storage(t) for t in iter_tensors(kwargs)]
+                scattered = [self._register_storage(t) for t in iter_nested_tensors(kwargs)]
                 self.tags.update(dict.fromkeys(scattered, "communication"))
-                self.streamed.update(scattered)
+                self.fsdp_stream_storages.update(scattered)
 
-    def _log_temporary(self, purpose: str, sizes_bytes: list[int]) -> None:
+    def _log_temporary_allocations(self, purpose: str, sizes_bytes: list[int]) -> None:
         """Log allocations that exist together while one operator runs."""
         numbers = range(self._count + 1, self._count + 1 + len(sizes_bytes))
         self._count += len(sizes_bytes)
@@ -215,12 +215,12 @@ class OperatorTrace(TorchDispatchMode):
         entry = self._known.get(key)
         if entry is None:
             self._count += 1
-            entry = [self._count, 0, weakref.ref(storage, partial(self._log_free, key))]
+            entry = [self._count, 0, weakref.ref(storage, partial(self._log_freed_storage, key))]
             self._known[key] = entry
-        self._log_change(entry, storage.size())
+        self._log_size_change(entry, storage.size())
         return entry[0]
 
-    def _log_change(self, storage_entry: list[Any], n_bytes: int) -> None:
+    def _log_size_change(self, storage_entry: list[Any], n_bytes: int) -> None:
         if n_bytes <= SCALAR_BYTES:
             n_bytes = 0
         n_bytes = -(-n_bytes // self._round_bytes) * self._round_bytes
@@ -228,22 +228,25 @@ class OperatorTrace(TorchDispatchMode):
             self.events.append((storage_entry[0], n_bytes - storage_entry[1]))
             storage_entry[1] = n_bytes
 
-    def _log_free(self, address_key: int, _: object) -> None:
+    def _log_freed_storage(self, address_key: int, _: object) -> None:
         number, n_bytes, _reference = self._known.pop(address_key)
         if n_bytes:
             self.events.append((number, -n_bytes))
 
     # --- results of the trace --------------------------------------------------------------------
 
-    def list_live_bytes(self, first_event: int, last_event: int) -> list[int]:
+    def list_live_bytes_after_events(self, first_event: int, last_event: int) -> list[int]:
         """Return the device's allocated bytes after each event, from one number to another."""
         away = {number for number, part in self.tags.items() if part in self._on_host}
         changes = (0 if number in away else n for number, n in self.events[:last_event])
         return list(accumulate(changes, initial=0))[first_event:]
 
-    def find_max_streamed_bytes(self, first_event: int, last_event: int) -> int:
+    def find_max_fsdp_stream_bytes(self, first_event: int, last_event: int) -> int:
         """Return the maximum bytes of FSDP's communication buffers between two events."""
-        changes = (n if number in self.streamed else 0 for number, n in self.events[:last_event])
+        changes = (
+            n if number in self.fsdp_stream_storages else 0
+            for number, n in self.events[:last_event]
+        )
         return max(list(accumulate(changes, initial=0))[first_event:])
 
     def get_device_bytes_by_purpose(self, num_events: int) -> dict[str, int]:
@@ -264,14 +267,14 @@ class OperatorTrace(TorchDispatchMode):
             born.setdefault(number, i)
         parts = dict.fromkeys(PARTS, 0)
         for number, n_bytes in sizes.items():
-            parts[self._find_purpose(number, born[number])] += n_bytes
+            parts[self._find_storage_purpose(number, born[number])] += n_bytes
         return parts
 
     def get_phase_of_event(self, event: int) -> str:
         """Return the name of the phase that an event belongs to."""
         return [p.name for p in self.phases if p.first_event <= event][-1]
 
-    def _find_purpose(self, storage_number: int, first_event: int) -> str:
+    def _find_storage_purpose(self, storage_number: int, first_event: int) -> str:
         if storage_number in self.tags:
             return self.tags[storage_number]
         in_forward = self.get_phase_of_event(first_event) in ("forward", "evaluate")
@@ -282,7 +285,7 @@ def _count_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _list_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
+def _list_convolution_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
     """Return the bytes of oneDNN's copies in the forward of a convolution.
 
     The copies are of input, weight and result, in oneDNN's blocked layout.
@@ -290,7 +293,7 @@ def _list_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
     return [[_count_bytes(args[0]), _count_bytes(args[1]), _count_bytes(out)]]
 
 
-def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
+def _list_convolution_backward_copies(args: Any, out: Any) -> list[list[int]]:
     """Return the bytes of oneDNN's copies in the backward of a convolution.
 
     The copies are for the input's gradient and for the weight's.
@@ -300,17 +303,17 @@ def _list_backward_copies(args: Any, out: Any) -> list[list[int]]:
 
 
 _CONVOLUTIONS = {
-    torch.ops.aten.convolution: _list_forward_copies,
-    torch.ops.aten.convolution_backward: _list_backward_copies,
+    torch.ops.aten.convolution: _list_convolution_forward_copies,
+    torch.ops.aten.convolution_backward: _list_convolution_backward_copies,
 }
 
 
-def _make_sum_over_dims(args: Any) -> Reduction | None:
+def _make_sum_reduction(args: Any) -> Reduction | None:
     x, dims = args[0], args[1] if len(args) > 1 else None
     return _make_reduction(x, {d % x.dim() for d in dims or range(x.dim())}) if x.dim() else None
 
 
-def _make_bias_sum(args: Any) -> Reduction | None:
+def _make_bias_reduction(args: Any) -> Reduction | None:
     """Return the sum for the gradient of a convolution's bias, or None without a bias."""
     grad, wanted = args[0], args[-1]
     return _make_reduction(grad, {d for d in range(grad.dim()) if d != 1}) if wanted[2] else None
@@ -322,13 +325,13 @@ def _make_reduction(x: torch.Tensor, dims: set[int]) -> Reduction | None:
 
 
 _SUMS = {
-    torch.ops.aten.sum: _make_sum_over_dims,
-    torch.ops.aten.mean: _make_sum_over_dims,
-    torch.ops.aten.convolution_backward: _make_bias_sum,
+    torch.ops.aten.sum: _make_sum_reduction,
+    torch.ops.aten.mean: _make_sum_reduction,
+    torch.ops.aten.convolution_backward: _make_bias_reduction,
 }
 
 
-def _list_flash_attention_bytes(query: torch.Tensor) -> list[int]:
+def _list_flash_attention_buffer_bytes(query: torch.Tensor) -> list[int]:
     """Return the bytes of each buffer of flash attention in backward.
 
     The buffers are the query's padded gradient, and row sums. Both have 32 bits, as in PyTorch 2.11 (mha_bwd,

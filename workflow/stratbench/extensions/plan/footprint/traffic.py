@@ -19,7 +19,7 @@ PARTS = (
 GLOO_SEGMENTS_BYTES = 2 << 20
 
 
-def compute_staging_bytes(call: CollectiveCall) -> int:
+def compute_gloo_staging_bytes(call: CollectiveCall) -> int:
     """Return the bytes of temporary memory that gloo needs for a collective.
 
     Gloo gathers into a flat tensor, which is then copied. It scatters from a copy of the whole input.
@@ -58,5 +58,5 @@ def compute_wire_bytes(
     return sum(
         call.count_wire_bytes(world_size, samples)
         for call in each
-        if ranks_per_node is None or call.is_within_node(ranks_per_node, world_size)
+        if ranks_per_node is None or call.has_groups_within_nodes(ranks_per_node, world_size)
     )

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings, build_experiment_schema
 from stratbench.cell.text.words import format_bytes
-from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, try_to_make_footprint
-from stratbench.extensions.plan.device_rates import find_gpu, make_gpu_device
+from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, make_footprint_or_error
+from stratbench.extensions.plan.device_rates import find_gpu_datasheet, make_gpu_device
 from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.torch_internals import replace_attribute
-from stratbench.extensions.plan.needs import Subject
-from stratbench.extensions.plan.one_model.model_answer import NODE_GPUS, choose_batch
+from stratbench.extensions.plan.needs import CellToPlan
+from stratbench.extensions.plan.one_model.model_answer import NODE_GPUS, predict_strategy_answer
 from stratbench.strategies import (
     REGISTRY,
     get_mesh,
@@ -131,19 +131,19 @@ def estimate(
         raise ValueError(
             "stratbench.estimate: a process group is initialised; call it in a process without one"
         )
-    x, y = _check_batch(batch)
+    x, y = _check_batch_is_pair(batch)
     name = strategy or ("single" if gpus == 1 else "fsdp")
     set_options = USUAL_OPTIONS.get(name, {}) if options is None else options
     try:
-        _check_name("strategy", name, REGISTRY)
+        _check_is_allowed("strategy", name, REGISTRY)
         for key in set_options:
-            _check_name("options", key, get_option_defaults(name))
+            _check_is_allowed("options", key, get_option_defaults(name))
         for key, value in (("optimizer", optimizer), ("precision", precision)):
-            _check_name(key, value, build_experiment_schema()["properties"][key]["enum"])
+            _check_is_allowed(key, value, build_experiment_schema()["properties"][key]["enum"])
         resolved = resolve_options(name, set_options, gpus)
         get_mesh(name, resolved, gpus)
         cluster = check_config_block("cluster", {"gpus_per_node": gpus_per_node})
-        device = make_gpu_device(find_gpu(gpu, "gpu"), precision, cluster)
+        device = make_gpu_device(find_gpu_datasheet(gpu, "gpu"), precision, cluster)
     except (TypeError, ValueError) as error:
         raise ValueError(f"stratbench.estimate: {error}") from error
     request = _GivenRequest(
@@ -154,10 +154,10 @@ def estimate(
         classes=0,
         workers_per_node=min(gpus, gpus_per_node),
         eval_batch=0,
-        given=Given(model, x.to("meta"), y.to("meta"), loss or _choose_loss(y)),
+        given=CallerInput(model, x.to("meta"), y.to("meta"), loss or _choose_loss(y)),
     )
     cls = get_strategy_class(name)
-    reason = BY_COMMAND if request.by_command else None
+    reason = BY_COMMAND if request.is_trained_by_command else None
     if cls.divides_network:
         reason = cls.explain_indivisible(request.model_source)
     if reason is not None:
@@ -165,14 +165,18 @@ def estimate(
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
     with replace_attribute(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        footprint = try_to_make_footprint(request, blocks=_find_equal_blocks(request))
+        footprint = make_footprint_or_error(request, blocks=_trace_equal_blocks(request))
     if isinstance(footprint, str):
         raise ValueError(f"stratbench.estimate: {footprint}")
     cell = Cell("estimate", "", name, request.settings.model, "", gpus, 0)
     nothing = Dataset(shape=(0,), classes=0, train_samples=0, test_samples=0)
-    subject = Subject(cell, request.settings, nothing, request.is_served, None, request)
+    subject = CellToPlan(
+        cell, request.settings, nothing, request.is_worker_of_server, None, request
+    )
     is_text = not x.is_floating_point()
-    chosen = partial(choose_batch, subject, footprint, device, cluster, reads_text=is_text)
+    chosen = partial(
+        predict_strategy_answer, subject, footprint, device, cluster, reads_text=is_text
+    )
     samples = len(x) * request.num_accumulated_parts
     typical, largest = chosen(batch=samples), chosen()
     peak = footprint.find_fullest_rank(samples, device.resident_threads).compute_training_peak(
@@ -197,17 +201,17 @@ def estimate(
     )
 
 
-def _find_equal_blocks(request: Request) -> tuple[str, int] | None:
+def _trace_equal_blocks(request: Request) -> tuple[str, int] | None:
     """Return the path and number of the model's equal blocks, or None."""
     # Errors are dropped here, since the trace of the whole model reports them.
-    with suppress(Exception), fake.fake_worker_environment(request):
+    with suppress(Exception), fake.open_fake_worker_environment(request):
         model, _, _ = fake.build_worker(request)
         return find_equal_blocks(request, model)
     return None
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class CallerInput:
     """Input of `estimate`: a module, an example batch on the meta device, and the loss."""
 
     model: nn.Module
@@ -220,7 +224,7 @@ class Given:
 class _GivenRequest(Request):
     """Request of `estimate`, with the caller's module, batch and loss instead of a config's names."""
 
-    given: Given = field(kw_only=True)
+    given: CallerInput = field(kw_only=True)
 
     @property
     def model_source(self) -> Model:
@@ -235,7 +239,7 @@ class _GivenRequest(Request):
             for t in (self.given.inputs, self.given.targets)
         )
 
-    def make_task_by_trial(self) -> tuple[Task, LossKind]:
+    def make_task_and_loss_kind(self) -> tuple[Task, LossKind]:
         return _GivenTask(self.given.loss), LossKind()
 
 
@@ -249,7 +253,7 @@ class _GivenTask(Task):
         return self._loss(outputs, targets)
 
 
-def copy_given_model(given: Given) -> nn.Module:
+def copy_given_model(given: CallerInput) -> nn.Module:
     """Return a copy of the caller's module whose tensors are fake.
 
     The tensors belong to the active fake mode.
@@ -297,7 +301,7 @@ def _make_settings(
     )
 
 
-def _check_name(argument: str, value: str, allowed: Iterable[str]) -> None:
+def _check_is_allowed(argument: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         suggestion, allowed_names = suggest_closest_name(value, allowed), ", ".join(allowed)
         raise ValueError(
@@ -305,7 +309,7 @@ def _check_name(argument: str, value: str, allowed: Iterable[str]) -> None:
         )
 
 
-def _check_batch(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _check_batch_is_pair(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     if not pair or not all(torch.is_tensor(t) and t.dim() for t in batch):
         raise ValueError(

@@ -20,31 +20,31 @@ from stratbench.cell.installation import PACKAGE
 from stratbench.extensions.plan.check import (
     Network,
     Rehearsal,
-    cell_refusal_reason,
+    find_cell_refusal_reason,
     rehearse_requests,
 )
 from stratbench.extensions.plan.device_rates import (
     Device,
-    find_gpu,
-    list_known_gpus,
+    find_gpu_datasheet,
+    format_known_gpu_names,
     make_gpu_device,
 )
-from stratbench.extensions.plan.duration import BEST, USUAL, WORST, plan_step
+from stratbench.extensions.plan.duration import BEST, USUAL, WORST, predict_step_duration
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.needs import (
-    Subject,
-    compute_subject_data_bytes,
+    CellToPlan,
+    compute_data_bytes_on_device,
     derive_needs,
-    make_subject,
+    make_cell_to_plan,
 )
 from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.one_model.rows import (
     MICROBATCHES_A_STAGE,
-    describe_unplanned,
-    list_divided_variants,
+    describe_unplanned_variants,
+    list_model_split_variants,
 )
-from stratbench.extensions.plan.public_runs import estimate_from_runs
-from stratbench.extensions.plan.schedule import FITS, classify_fit
+from stratbench.extensions.plan.public_runs import estimate_time_from_public_runs
+from stratbench.extensions.plan.schedule import FITS, classify_memory_fit
 from stratbench.strategies import acceptance
 from stratbench.study import resources
 from stratbench.study.config.messages import ConfigError
@@ -61,7 +61,7 @@ USUAL_TOKENS, USUAL_IMAGES = 1e9, 1e6
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """Bytes on the GPU that needs most memory in a training step.
 
     Attributes:
@@ -98,7 +98,7 @@ class StrategyAnswer:
     verdict: str = ""
     micro_batch: int = 0
     global_batch: int = 0
-    memory: Memory | None = None
+    memory: GpuMemory | None = None
     step_s: tuple[float, float, float] | None = None
     time_source: str = ""
 
@@ -128,8 +128,8 @@ class Answer:
     parameters: int
     strategy_answers: list[StrategyAnswer]
     variants: Mapping[str, Any]
-    left_out_strategies: list[str]
-    unplanned_text: str
+    reasons_for_left_out_strategies: list[str]
+    text_on_unplanned_variants: str
 
     @property
     def throughput_unit(self) -> str:
@@ -137,7 +137,7 @@ class Answer:
         return "tokens" if self.data.is_text else get_sample_kind(self.data.shape)
 
     @property
-    def training_amount(self) -> float:
+    def num_training_samples_or_tokens(self) -> float:
         """Number of tokens (for texts) or samples of the whole training."""
         if self.data.is_text:
             return self.question.tokens or USUAL_TOKENS
@@ -152,7 +152,7 @@ class Answer:
         return tuple(each * rate for rate in choice.samples_per_s)
 
 
-def answer_question(
+def answer_model_question(
     config: Mapping[str, Any],
     question: Question,
     report_first: Callable[[Answer], None] = lambda _: None,
@@ -167,8 +167,8 @@ def answer_question(
     Raises:
         ConfigError: If the model, data set or GPU is unknown, or the config has mistakes.
     """
-    sheet = _find_datasheet(question, config)
-    template = _fill_template(question, config)
+    sheet = _find_gpu_datasheet(question, config)
+    template = _fill_study_template(question, config)
     config = dict(config) | {
         "cluster": {"gpus_per_node": NODE_GPUS} | (config.get("cluster") or {})
     }
@@ -183,23 +183,25 @@ def answer_question(
         name: template["variants"].get(name, {"strategy": name})
         for name in dict.fromkeys(cell.strategy for cell in study.cells)
     }
-    unplanned = describe_unplanned(question.gpus, _choose_node_gpus(question, config), rows)
-    subjects = [_without_evaluation(make_subject(config, study, cell)) for cell in study.cells]
+    unplanned = describe_unplanned_variants(
+        question.gpus, _choose_gpus_per_node(question, config), rows
+    )
+    subjects = [_remove_evaluation(make_cell_to_plan(config, study, cell)) for cell in study.cells]
     first, data = subjects[0].settings, subjects[0].data
-    _check_amount(question, data)
+    _check_training_length(question, data)
     dry_runs: dict[Any, Rehearsal] = {}
     networks: dict[Network, Any] = {}
 
-    def make_answer(cells_to_answer: Iterable[Subject]) -> Answer:
+    def make_answer_of_subjects(cells_to_answer: Iterable[CellToPlan]) -> Answer:
         choices = [
-            _answer_strategy(
+            _make_strategy_answer(
                 s, networks[Network.from_request(s.request)], dry_runs[s.request], sheet, cluster
             )
             for s in cells_to_answer
         ]
         return Answer(
             question, sheet, cluster, data, first.optimizer, first.precision,
-            max(n.num_parameters for n in networks.values()), sorted(choices, key=_make_sort_key),
+            max(n.num_parameters for n in networks.values()), sorted(choices, key=_make_speed_sort_key),
             template["variants"], list(dict.fromkeys(left_out)), unplanned,
         )  # fmt: skip
 
@@ -211,21 +213,21 @@ def answer_question(
         networks |= of_networks
         dry_runs |= of_requests
         if some is early and len(early) < len(subjects):
-            report_first(make_answer(early))
-    return make_answer(subjects)
+            report_first(make_answer_of_subjects(early))
+    return make_answer_of_subjects(subjects)
 
 
-def _find_datasheet(question: Question, config: Mapping[str, Any]) -> Datasheet:
+def _find_gpu_datasheet(question: Question, config: Mapping[str, Any]) -> Datasheet:
     if question.gpu:
-        return find_gpu(question.gpu, "--gpu")
+        return find_gpu_datasheet(question.gpu, "--gpu")
     if named := (config.get("cluster") or {}).get("gpu"):
-        return find_gpu(named)
+        return find_gpu_datasheet(named)
     raise ConfigError(
-        f"--gpu: is missing; name a GPU, such as 'H100 80GB'. Known GPUs: {list_known_gpus()}"
+        f"--gpu: is missing; name a GPU, such as 'H100 80GB'. Known GPUs: {format_known_gpu_names()}"
     )
 
 
-def _check_amount(question: Question, data: Dataset) -> None:
+def _check_training_length(question: Question, data: Dataset) -> None:
     """Raise ConfigError for `--samples` with texts, or `--tokens` with other data."""
     length, data_kind = question.samples, "texts"
     wrong_option, right_option = "--samples", "--tokens"
@@ -239,21 +241,21 @@ def _check_amount(question: Question, data: Dataset) -> None:
         )
 
 
-def _choose_node_gpus(question: Question, config: Mapping[str, Any]) -> int:
+def _choose_gpus_per_node(question: Question, config: Mapping[str, Any]) -> int:
     """Return the largest number of GPUs per node that fills all nodes evenly."""
     node = (config.get("cluster") or {}).get("gpus_per_node", NODE_GPUS)
     return next(n for n in range(min(node, question.gpus), 0, -1) if question.gpus % n == 0)
 
 
-def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
+def _fill_study_template(question: Question, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's study, adapted to the question's number of GPUs.
 
     The study has the form that `make_model_study` takes.
     """
     template = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     strategies = template.pop("strategies")["alone" if question.gpus == 1 else "together"]
-    node = _choose_node_gpus(question, config)
-    divided = list_divided_variants(node)
+    node = _choose_gpus_per_node(question, config)
+    divided = list_model_split_variants(node)
     template["variants"] |= divided
     strategies += divided
     # All strategies can divide this batch. The largest batch that fits follows later, from the footprint.
@@ -262,7 +264,7 @@ def _fill_template(question: Question, config: Mapping[str, Any]) -> dict[str, A
     return template
 
 
-def _without_evaluation(s: Subject) -> Subject:
+def _remove_evaluation(s: CellToPlan) -> CellToPlan:
     """Return a copy of the cell without evaluation.
 
     A question about a model leaves the batch size of an evaluation open.
@@ -270,26 +272,26 @@ def _without_evaluation(s: Subject) -> Subject:
     return replace(s, request=replace(s.request, eval_batch=0))
 
 
-def _answer_strategy(
-    s: Subject,
+def _make_strategy_answer(
+    s: CellToPlan,
     network_check: Any,
     dry_run: Rehearsal,
     datasheet: Datasheet,
     cluster: Mapping[str, Any],
 ) -> StrategyAnswer:
     checkpointing = s.settings.activation_checkpointing
-    reason = cell_refusal_reason(s, network_check, dry_run) or dry_run.unpredicted_reason
+    reason = find_cell_refusal_reason(s, network_check, dry_run) or dry_run.unpredicted_reason
     if dry_run.footprint is None or reason:
         return StrategyAnswer(s.cell.strategy, checkpointing, reason=reason or "")
-    least = acceptance.compute_min_samples(
+    least = acceptance.compute_min_samples_per_step(
         network_check.has_batchnorm, s.settings.gradient_accumulation_steps
     )
-    return choose_batch(s, dry_run.footprint, make_gpu_device(datasheet, s.settings.precision, cluster),
+    return predict_strategy_answer(s, dry_run.footprint, make_gpu_device(datasheet, s.settings.precision, cluster),
                         cluster, least)  # fmt: skip
 
 
-def choose_batch(
-    s: Subject,
+def predict_strategy_answer(
+    s: CellToPlan,
     footprint: Footprint,
     device: Device,
     cluster: Mapping[str, Any],
@@ -313,8 +315,10 @@ def choose_batch(
     threads, parts = device.resident_threads, s.request.num_accumulated_parts
     margin = cluster["memory_margin"]
     if batch is None:
-        data_bytes = partial(compute_subject_data_bytes, s)
-        batch = footprint.largest_batch(device.compute_room_bytes(margin), threads, data_bytes)
+        data_bytes = partial(compute_data_bytes_on_device, s)
+        batch = footprint.largest_batch(
+            device.compute_max_fitting_bytes(margin), threads, data_bytes
+        )
         batch = max(batch // parts * parts, -(-min_samples // parts) * parts)
     settings = replace(s.settings, per_worker_batch=batch, global_batch=batch * s.mesh.replicas)
     samples = max(s.data.train_samples, settings.global_batch)
@@ -325,17 +329,19 @@ def choose_batch(
     reserved_bytes = fullest.compute_reserved_bytes(batch, threads) + needs.data_bytes
     step_s, runs = None, None
     if device.flops_per_s is not None:
-        *ends, usual = [plan_step(device, s, needs, rates) for rates in (BEST, WORST, USUAL)]
+        *ends, usual = [
+            predict_step_duration(device, s, needs, rates) for rates in (BEST, WORST, USUAL)
+        ]
         is_text = s.data.is_text if reads_text is None else reads_text
-        runs = estimate_from_runs(device.name, settings, is_text, usual, num_steps=1)
+        runs = estimate_time_from_public_runs(device.name, settings, is_text, usual, num_steps=1)
         step_s = (*(runs or (step.seconds for step in ends)), usual.seconds)
     return StrategyAnswer(
         s.cell.strategy,
         settings.activation_checkpointing,
-        verdict=classify_fit(needed_bytes, device, margin),
+        verdict=classify_memory_fit(needed_bytes, device, margin),
         micro_batch=batch // parts,
         global_batch=settings.global_batch,
-        memory=Memory(
+        memory=GpuMemory(
             needed_bytes,
             reserved_bytes,
             reserved_bytes + device.reserve_bytes,
@@ -345,7 +351,7 @@ def choose_batch(
     )
 
 
-def _make_sort_key(choice: StrategyAnswer) -> tuple[int, float]:
+def _make_speed_sort_key(choice: StrategyAnswer) -> tuple[int, float]:
     """Return a key that sorts the fastest strategy that fits first, unpredicted ones last."""
     order = 2 if not choice.verdict else 0 if choice.verdict == FITS else 1
     if choice.samples_per_s and order == 0:

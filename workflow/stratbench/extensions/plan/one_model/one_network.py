@@ -55,7 +55,7 @@ def make_model_study(
             f"{', '.join(known)}, and those that you add to `datasets` of config.yaml"
         )
     block = overrides["experiment"] | {"models": [model]}
-    block |= _find_training_data(config, model, overrides) | (
+    block |= _find_data_and_optimizer(config, model, overrides) | (
         {"dataset": dataset} if dataset else {}
     )
     if "dataset" not in block:
@@ -69,23 +69,23 @@ def make_model_study(
             if "vocabulary" in values:
                 values["vocabulary"] = vocabulary
     if sequence is not None:
-        _set_sequence(whole["datasets"], block["dataset"], sequence)
+        _set_tokens_per_text(whole["datasets"], block["dataset"], sequence)
 
-    def load_experiments(experiments: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:
+    def load_study_of_experiments(experiments: Mapping[str, Any]) -> tuple[dict[str, Any], Study]:
         study = {"variants": overrides["variants"], "experiments": experiments}
         name = f"model-{model}"
         return load_config(whole | {"study": name, "studies": {name: study}})
 
-    def find_refusal_reason(values: Mapping[str, Any]) -> str | None:
+    def find_config_error(values: Mapping[str, Any]) -> str | None:
         try:
-            load_experiments({"network": values})
+            load_study_of_experiments({"network": values})
         except ConfigError as error:
             return str(error).partition(".experiments.network")[2] or str(error)
         return None
 
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
     # Loading a single experiment raises ConfigError for mistakes that all experiments share.
-    _, alone = load_experiments({"network": block | {"strategies": first, "gpus": [1]}})
+    _, alone = load_study_of_experiments({"network": block | {"strategies": first, "gpus": [1]}})
     if "optimizer" not in block and alone.get_dataset(block["dataset"]).is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
     experiments, left_out = {}, []
@@ -93,18 +93,18 @@ def make_model_study(
         overrides["each"].items(), overrides["numbers"].items()
     ):
         name, values = f"{kind}-{group}", block | matrix | change
-        if find_refusal_reason(values) is not None:
+        if find_config_error(values) is not None:
             reason = {
-                s: find_refusal_reason(values | {"strategies": [s]}) for s in values["strategies"]
+                s: find_config_error(values | {"strategies": [s]}) for s in values["strategies"]
             }
             values["strategies"] = [s for s in reason if reason[s] is None]
             left_out += [f"{name}{text}" for text in dict.fromkeys(filter(None, reason.values()))]
         if values["strategies"]:
             experiments[name] = values
-    return *load_experiments(experiments), left_out
+    return *load_study_of_experiments(experiments), left_out
 
 
-def _set_sequence(datasets: dict[str, Any], dataset: str, tokens_per_text: int) -> None:
+def _set_tokens_per_text(datasets: dict[str, Any], dataset: str, tokens_per_text: int) -> None:
     """Set the number of tokens per text of a data set.
 
     Raises:
@@ -120,7 +120,7 @@ def _set_sequence(datasets: dict[str, Any], dataset: str, tokens_per_text: int) 
     datasets[dataset] = {**values, "sequence": tokens_per_text}
 
 
-def _find_training_data(
+def _find_data_and_optimizer(
     config: Mapping[str, Any], model: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the keys of an experiment that set a model's data, task and optimizer.

@@ -25,7 +25,7 @@ MICROBATCHES_A_STAGE = 4
 MICROBATCHES = "microbatches"
 
 
-def list_divided_variants(gpus_per_node: int) -> dict[str, dict[str, Any]]:
+def list_model_split_variants(gpus_per_node: int) -> dict[str, dict[str, Any]]:
     """Return the variants of strategies that split a model over several GPUs, by name.
 
     Tensor parallelism has a variant for each group size that divides a node evenly. Each has another one for
@@ -38,9 +38,9 @@ def list_divided_variants(gpus_per_node: int) -> dict[str, dict[str, Any]]:
     sizes = [n for n in range(2, gpus_per_node + 1) if gpus_per_node % n == 0]
     variants = {}
     for strategy in REGISTRY:
-        if (option := find_size_option(strategy, gpus_per_node)) is None:
+        if (option := find_group_size_option(strategy, gpus_per_node)) is None:
             continue
-        switches = [key for key, tried in iter_tried_values(strategy) if tried is True]
+        switches = [key for key, tried in iter_option_values_to_try(strategy) if tried is True]
         is_pipeline = MICROBATCHES in get_option_defaults(strategy)
         for size, switch in product(sizes[-1:] if is_pipeline else sizes, (None, *switches)):
             variant: dict[str, Any] = {"strategy": strategy, option: size}
@@ -54,7 +54,7 @@ def list_divided_variants(gpus_per_node: int) -> dict[str, dict[str, Any]]:
     return variants
 
 
-def find_size_option(strategy: str, gpus_per_node: int) -> str | None:
+def find_group_size_option(strategy: str, gpus_per_node: int) -> str | None:
     """Return the option that sets how many GPUs share one copy of the model.
 
     The result is None if there is no such option.
@@ -79,14 +79,14 @@ def find_size_option(strategy: str, gpus_per_node: int) -> str | None:
     return None
 
 
-def iter_tried_values(strategy: str) -> Iterator[tuple[str, Any]]:
+def iter_option_values_to_try(strategy: str) -> Iterator[tuple[str, Any]]:
     """Yield pairs of an option and a value that the strategy declares worth trying."""
     for option in fields(get_strategy_class(strategy).Options):
         for value in option.metadata.get("tried", ()):
             yield option.name, value
 
 
-def describe_unplanned(
+def describe_unplanned_variants(
     gpus: int, gpus_per_node: int, planned_rows: Mapping[str, Mapping[str, Any]]
 ) -> str:
     """Return a text on the variants that are not planned: how many, and which.
@@ -102,14 +102,14 @@ def describe_unplanned(
     if gpus == 1:
         return rest
     planned = {row["strategy"] for row in planned_rows.values()}
-    similar = [name for name in REGISTRY if has_ddp_updates(name, gpus)]
+    similar = [name for name in REGISTRY if has_same_updates_as_ddp(name, gpus)]
     others = [name for name in similar if name not in planned]
     values = [
         (name, key, value)
         for name in similar
         if name in planned
-        for key, value in iter_tried_values(name)
-        if key != find_size_option(name, gpus_per_node) or gpus_per_node % value == 0
+        for key, value in iter_option_values_to_try(name)
+        if key != find_group_size_option(name, gpus_per_node) or gpus_per_node % value == 0
     ]
     missing = [
         f"{name} {key}={value}"
@@ -119,14 +119,14 @@ def describe_unplanned(
         )
     ]
     return (
-        f"{len(others)} of {len(similar)} strategies with DDP's updates{_join_names(others)}; "
+        f"{len(others)} of {len(similar)} strategies with DDP's updates{_format_names_in_brackets(others)}; "
         f"{len(missing)} of "
-        f"{len(values)} values to try that options of the others declare{_join_names(missing)}; groups "
+        f"{len(values)} values to try that options of the others declare{_format_names_in_brackets(missing)}; groups "
         f"over several nodes, tensor and pipeline parallelism at once, {rest}"
     )
 
 
-def has_ddp_updates(strategy: str, gpus: int) -> bool:
+def has_same_updates_as_ddp(strategy: str, gpus: int) -> bool:
     """Return whether a strategy runs on `gpus` workers and makes the same updates as DDP."""
     cls = get_strategy_class(strategy)
     if cls.kind == "own" or (cls.max_workers or gpus) < gpus:
@@ -137,5 +137,5 @@ def has_ddp_updates(strategy: str, gpus: int) -> bool:
         return False
 
 
-def _join_names(names: list[str]) -> str:
+def _format_names_in_brackets(names: list[str]) -> str:
     return f" ({', '.join(names)})" if names else ""

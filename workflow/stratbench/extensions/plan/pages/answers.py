@@ -9,9 +9,9 @@ from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.text.words import format_bytes, format_count, format_names
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
-from stratbench.extensions.plan.needs import compute_subject_data_bytes
-from stratbench.extensions.plan.quantities import format_span, group_cells_by
-from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, Planned
+from stratbench.extensions.plan.needs import compute_data_bytes_on_device
+from stratbench.extensions.plan.quantities import format_time_range, group_cells_by
+from stratbench.extensions.plan.schedule import FITS, TIGHT, Plan, PlannedCell
 
 #: How a sentence names each purpose of memory.
 PART_NAMES = {
@@ -40,26 +40,31 @@ ALIKE = 0.03
 NEAR = 0.1
 
 
-def answer_questions(plan: Plan) -> list[tuple[str, list[str]]]:
+def answer_user_questions(plan: Plan) -> list[tuple[str, list[str]]]:
     """Return pairs of a question and the sentences that answer it."""
     return [
-        ("Which cells fit, and which strategy is the fastest?", list(_answer_fastest(plan))),
-        *_list_if_answered(
-            "Which division of the model among workers is best?", list(_answer_divisions(plan))
+        (
+            "Which cells fit, and which strategy is the fastest?",
+            list(_iter_fastest_strategy_sentences(plan)),
         ),
-        ("Which batch size fits?", list(_answer_batches(plan))),
-        *_list_if_answered(
-            "By how much can the model grow and still fit?", list(_answer_sizes(plan))
+        *_drop_unanswered_question(
+            "Which division of the model among workers is best?",
+            list(_iter_model_split_sentences(plan)),
+        ),
+        ("Which batch size fits?", list(_iter_batch_size_sentences(plan))),
+        *_drop_unanswered_question(
+            "By how much can the model grow and still fit?",
+            list(_iter_model_growth_sentences(plan)),
         ),
         (
             "How does the peak memory change with the number of workers?",
-            list(_answer_worker_counts(plan)),
+            list(_iter_worker_count_sentences(plan)),
         ),
         (
             "Can FSDP keep the gathered weights between forward and backward?",
-            list(_answer_resharding(plan)),
+            list(_iter_resharding_sentences(plan)),
         ),
-        ("What takes the memory?", list(_answer_largest_parts(plan))),
+        ("What takes the memory?", list(_iter_memory_part_sentences(plan))),
         *(
             pair
             for _, a in iter_imported_additions("plan_additions")
@@ -69,19 +74,19 @@ def answer_questions(plan: Plan) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _list_if_answered(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
+def _drop_unanswered_question(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
     return [(question, sentences)] if sentences else []
 
 
-def _list_predicted(plan: Plan) -> list[Planned]:
+def _list_predicted_first_repeats(plan: Plan) -> list[PlannedCell]:
     """Return the cells with a predicted footprint, without further repeats."""
     return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
 
 
-def _iter_largest_counts(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
+def _iter_cells_on_most_workers(plan: Plan) -> Iterator[tuple[str, list[PlannedCell]]]:
     """Yield a label and the cells on the most workers, per experiment and model."""
     for (experiment, model), cells in group_cells_by(
-        _list_predicted(plan), "experiment", "model"
+        _list_predicted_first_repeats(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)
         there = [c for c in cells if c.cell.gpus == workers]
@@ -91,8 +96,8 @@ def _iter_largest_counts(plan: Plan) -> Iterator[tuple[str, list[Planned]]]:
         )
 
 
-def _answer_batches(plan: Plan) -> Iterator[str]:
-    for setting, there in _iter_largest_counts(plan):
+def _iter_batch_size_sentences(plan: Plan) -> Iterator[str]:
+    for setting, there in _iter_cells_on_most_workers(plan):
         settings, samples = there[0].subject.settings, there[0].subject.data.train_samples
         most = {
             c.cell.strategy: c.fit.largest_batch
@@ -134,9 +139,9 @@ def compute_parameter_growth(
     return least, max(least, (available_bytes - rest_bytes) / (states_bytes + copied_bytes))
 
 
-def _answer_sizes(plan: Plan) -> Iterator[str]:
+def _iter_model_growth_sentences(plan: Plan) -> Iterator[str]:
     """Yield sentences on which strategy is fastest if the model grows, among those that fit."""
-    for setting, there in _iter_largest_counts(plan):
+    for setting, there in _iter_cells_on_most_workers(plan):
         growth = {
             c.cell.strategy: compute_parameter_growth(
                 c.footprint,
@@ -157,7 +162,7 @@ def _answer_sizes(plan: Plan) -> Iterator[str]:
                 chain.append(name)
         if chain:
             strategies_up_to_n_times = ", then ".join(
-                f"{name} up to {_format_growth(growth[name])}" for name in chain
+                f"{name} up to {_format_parameter_growth(growth[name])}" for name in chain
             )
             yield (
                 f"{setting}, with this batch: the fastest strategy that fits is {strategies_up_to_n_times} "
@@ -165,17 +170,17 @@ def _answer_sizes(plan: Plan) -> Iterator[str]:
             )
 
 
-def _format_growth(growth_factors: tuple[float, float]) -> str:
+def _format_parameter_growth(growth_factors: tuple[float, float]) -> str:
     low, high = (f"{n:,.0f}" if n >= 10 else f"{n:.1f}" for n in growth_factors)
     return f"{low} times" if low == high else f"{low} to {high} times"
 
 
-def _answer_fastest(plan: Plan) -> Iterator[str]:
+def _iter_fastest_strategy_sentences(plan: Plan) -> Iterator[str]:
     """Yield sentences on how many cells fit, and which of these cells are fastest.
 
     One time of each cell at equal rates decides which is fastest.
     """
-    for setting, there in _iter_largest_counts(plan):
+    for setting, there in _iter_cells_on_most_workers(plan):
         least = min(there, key=lambda c: c.fit.needed_bytes)
         able = [c for c in there if c.fit.may_run]
         tight = sum(c.fit.memory_verdict == TIGHT for c in there)
@@ -189,11 +194,14 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
         count = "all cells fit" if fit == len(there) else f"{fit} of {len(there)} cells fit"
         count += f", {tight} tight" if tight else ""
         told = f"{setting}: {count}; {least.cell.strategy} needs the least memory"
-        best, near = _select_fastest(able, ALIKE), _select_fastest(able, NEAR)
+        best, near = (
+            _select_nearly_fastest_cells(able, ALIKE),
+            _select_nearly_fastest_cells(able, NEAR),
+        )
         if all(c.state == "done" for c in able):
             told += "; all are trained, and `stratbench decide` names the fastest"
         elif best:
-            ranges = {format_span(c.fit.device_rate_span) for c in best}
+            ranges = {format_time_range(c.fit.device_rate_span) for c in best}
             told += (
                 f"; fastest by the device's rates: {format_names([c.cell.strategy for c in best])}"
             )
@@ -204,7 +212,7 @@ def _answer_fastest(plan: Plan) -> Iterator[str]:
         yield f"{told}."
 
 
-def _select_fastest(cells: list[Planned], max_excess: float) -> list[Planned]:
+def _select_nearly_fastest_cells(cells: list[PlannedCell], max_excess: float) -> list[PlannedCell]:
     """Return the cells whose time for comparisons is close to the shortest, fastest first.
 
     A time is close if it exceeds the shortest by at most the fraction `max_excess`.
@@ -213,34 +221,34 @@ def _select_fastest(cells: list[Planned], max_excess: float) -> list[Planned]:
     return [c for c in timed if c.fit.usual_s <= timed[0].fit.usual_s * (1 + max_excess)]
 
 
-def _answer_divisions(plan: Plan) -> Iterator[str]:
+def _iter_model_split_sentences(plan: Plan) -> Iterator[str]:
     """Yield sentences on which split of the model is fastest, and which needs least memory.
 
     T is the degree of tensor parallelism, and S the number of pipeline stages.
     """
-    for setting, there in _iter_largest_counts(plan):
+    for setting, there in _iter_cells_on_most_workers(plan):
         divided = [c for c in there if c.subject.mesh.workers_per_replica > 1]
         if not divided:
             continue
         able = [c for c in divided if c.fit.may_run]
         least = min(divided, key=lambda c: c.fit.needed_bytes)
         told = [
-            f"{_format_division(least)} needs the least memory, {format_bytes(least.fit.needed_bytes)}"
+            f"{_format_model_split(least)} needs the least memory, {format_bytes(least.fit.needed_bytes)}"
         ]
-        if best := _select_fastest(able, ALIKE):
+        if best := _select_nearly_fastest_cells(able, ALIKE):
             told.insert(
                 0,
-                f"fastest division that fits: {format_names([_format_division(c) for c in best])}",
+                f"fastest division that fits: {format_names([_format_model_split(c) for c in best])}",
             )
         told += [
-            f"{_format_division(c)} does not fit: it needs {format_bytes(c.fit.needed_bytes)}"
+            f"{_format_model_split(c)} does not fit: it needs {format_bytes(c.fit.needed_bytes)}"
             for c in divided
             if not c.fit.may_run
         ]
         yield f"{setting}: {'; '.join(told)}."
 
 
-def _format_division(c: Planned) -> str:
+def _format_model_split(c: PlannedCell) -> str:
     """Return how a cell splits its model, such as `fsdp-tensor (T = 2, 4 replicas)`."""
     mesh = c.subject.mesh
     told = [f"{name} = {n}" for name, n in (("T", mesh.tensor), ("S", mesh.stages)) if n > 1]
@@ -248,8 +256,8 @@ def _format_division(c: Planned) -> str:
     return f"{c.cell.strategy} ({', '.join(told)})"
 
 
-def _answer_worker_counts(plan: Plan) -> Iterator[str]:
-    known = _list_predicted(plan)
+def _iter_worker_count_sentences(plan: Plan) -> Iterator[str]:
+    known = _list_predicted_first_repeats(plan)
     if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
         yield "No strategy of the study runs on two different numbers of workers."
     for (experiment, model), cells in group_cells_by(known, "experiment", "model").items():
@@ -272,11 +280,13 @@ def _answer_worker_counts(plan: Plan) -> Iterator[str]:
             )
 
 
-def _answer_resharding(plan: Plan) -> Iterator[str]:
+def _iter_resharding_sentences(plan: Plan) -> Iterator[str]:
     if not plan.footprints_by_resharding:
         yield "The study has no cells with FSDP."
     followed = [
-        c for c in _list_predicted(plan) if c.subject.request in plan.footprints_by_resharding
+        c
+        for c in _list_predicted_first_repeats(plan)
+        if c.subject.request in plan.footprints_by_resharding
     ]
     for (experiment, model, workers), cells in group_cells_by(
         followed, "experiment", "model", "gpus"
@@ -292,7 +302,7 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
             peaks = [f.compute_training_peak(batch, threads).n_bytes for f in (always, never)]
             gathers = [f.sum_payload_bytes_by_kind().get("all_gather", 0) for f in (always, never)]
             largest = never.largest_batch(
-                c.fit.room_bytes, threads, partial(compute_subject_data_bytes, c.subject)
+                c.fit.room_bytes, threads, partial(compute_data_bytes_on_device, c.subject)
             )
             whether_batch_fits = (
                 "the batch fits"
@@ -309,9 +319,9 @@ def _answer_resharding(plan: Plan) -> Iterator[str]:
             )
 
 
-def _answer_largest_parts(plan: Plan) -> Iterator[str]:
+def _iter_memory_part_sentences(plan: Plan) -> Iterator[str]:
     for (experiment, model), cells in group_cells_by(
-        _list_predicted(plan), "experiment", "model"
+        _list_predicted_first_repeats(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)
         # Strategies whose workers do the same work are listed once, such as all parameter servers.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_count, format_names
-from stratbench.extensions.plan.check import Checked, CheckResult, Network
-from stratbench.extensions.plan.needs import Subject
+from stratbench.extensions.plan.check import StudyCheck, CheckResult, Network
+from stratbench.extensions.plan.needs import CellToPlan
 from stratbench.strategies import get_strategy_class
 from stratbench.strategies.base import Strategy
 from stratbench.study.reasons import (
@@ -30,44 +30,45 @@ WITHOUT_GRADIENT = {
 }
 
 
-def format_check_result(checked: Checked) -> str:
+def format_check_result(checked: StudyCheck) -> str:
     """Return the text that `snakemake check` prints."""
-    return "\n".join(_iter_lines(checked))
+    return "\n".join(_iter_check_result_lines(checked))
 
 
-def _iter_lines(checked: Checked) -> Iterator[str]:
+def _iter_check_result_lines(checked: StudyCheck) -> Iterator[str]:
     yield f"Study {checked.study.name}: {format_count(len(checked.checks_by_network), 'network')}"
     for network, found in checked.checks_by_network.items():
-        cells = [s for s in checked.subjects if Network.from_request(s.request) == network]
+        cells = [s for s in checked.cells_to_plan if Network.from_request(s.request) == network]
         yield ""
         unchecked = {
             s.cell: reason
             for s in cells
             if (reason := checked.rehearsals_by_request[s.request].unchecked_reason)
         }
-        yield from _describe_network(
+        yield from _iter_network_lines(
             network, found, cells, checked.refusal_reasons_by_cell, unchecked
         )
     yield ""
     if checked.refusal_reasons_by_cell:
         num_refused = len(checked.refusal_reasons_by_cell)
-        all_cells = format_count(len(checked.subjects), "cell")
+        all_cells = format_count(len(checked.cells_to_plan), "cell")
         yield f"{num_refused} of {all_cells} would end as unsupported:"
         yield from (
             f"  {line}" for line in format_skip_reasons(checked.refusal_reasons_by_cell.items())
         )
     else:
-        yield f"none of {format_count(len(checked.subjects), 'cell')} would end as unsupported"
+        yield f"none of {format_count(len(checked.cells_to_plan), 'cell')} would end as unsupported"
     if n := sum(
-        bool(checked.rehearsals_by_request[s.request].unchecked_reason) for s in checked.subjects
+        bool(checked.rehearsals_by_request[s.request].unchecked_reason)
+        for s in checked.cells_to_plan
     ):
         yield f"{format_count(n, 'cell')} could not be checked before the training"
 
 
-def _describe_network(
+def _iter_network_lines(
     network: Network,
     check_result: CheckResult,
-    subjects: list[Subject],
+    subjects: list[CellToPlan],
     refused: Mapping[Cell, str],
     unchecked: Mapping[Cell, str],
 ) -> Iterator[str]:
@@ -100,34 +101,38 @@ def _describe_network(
         else "no BatchNorm"
     )
     yield f"   {normalises}; {'dropout' if check_result.has_dropout else 'no dropout'}"
-    yield f"   shard groups, {check_result.wrap_rule}: {_describe_groups(check_result)}"
+    yield f"   shard groups, {check_result.wrap_rule}: {_describe_shard_groups(check_result)}"
     trained = [s for s in subjects if s.cell not in refused]
     if check_result.writes_buffers and trained:
-        said = _group_by_note(trained, lambda strategy: strategy.buffers_note)
+        said = _format_strategies_by_note(trained, lambda strategy: strategy.buffers_note)
         yield f"   buffers that forward writes: {said}"
     if check_result.parameters_without_gradient and trained:
-        said = _group_by_note(trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros])
+        said = _format_strategies_by_note(
+            trained, lambda strategy: WITHOUT_GRADIENT[strategy.updates_by_zeros]
+        )
         names = format_names(check_result.parameters_without_gradient)
         yield f"   without a gradient in some steps, {names}: {said}"
     yield from (f"   {remark}" for remark in check_result.remarks)
     for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
         own = [s.cell for s in subjects if s.cell.strategy == strategy]
-        if next(s for s in subjects if s.cell.strategy == strategy).request.by_command:
+        if next(s for s in subjects if s.cell.strategy == strategy).request.is_trained_by_command:
             yield f"   {strategy}: is a command of yours, which is not tried before it trains"
             continue
         if works := [c for c in own if c not in refused and c not in unchecked]:
-            yield f"   {strategy}: works with {_describe_counts(works, own)}"
+            yield f"   {strategy}: works with {_describe_worker_counts(works, own)}"
         for reason in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
             of = [c for c in own if unchecked.get(c) == reason]
             reason = remove_cell_from_reason(reason)
-            yield f"   {strategy}: not checked with {_describe_counts(of, own)}: {reason}"
+            yield f"   {strategy}: not checked with {_describe_worker_counts(of, own)}: {reason}"
         for reason in dict.fromkeys(refused[c] for c in own if c in refused):
             of = [c for c in own if refused.get(c) == reason]
             reason = remove_cell_from_reason(reason)
-            yield f"   {strategy}: unsupported with {_describe_counts(of, own)}: {reason}"
+            yield f"   {strategy}: unsupported with {_describe_worker_counts(of, own)}: {reason}"
 
 
-def _group_by_note(subjects: list[Subject], get_note: Callable[[type[Strategy]], str]) -> str:
+def _format_strategies_by_note(
+    subjects: list[CellToPlan], get_note: Callable[[type[Strategy]], str]
+) -> str:
     """Return each note on strategies with the names of these strategies, as text."""
     names: dict[str, list[str]] = {}
     for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
@@ -135,7 +140,7 @@ def _group_by_note(subjects: list[Subject], get_note: Callable[[type[Strategy]],
     return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
 
 
-def _describe_groups(check_result: CheckResult) -> str:
+def _describe_shard_groups(check_result: CheckResult) -> str:
     if not check_result.shard_groups:
         return "none, so that fsdp gathers all at once"
     groups = check_result.shard_groups
@@ -147,7 +152,7 @@ def _describe_groups(check_result: CheckResult) -> str:
     return f"{said}; in none: {check_result.num_root_parameters:,}"
 
 
-def _describe_counts(cells: list[Cell], all_cells: list[Cell]) -> str:
+def _describe_worker_counts(cells: list[Cell], all_cells: list[Cell]) -> str:
     """Return a text on the numbers of workers that cells have.
 
     The text names their experiments if cells in `all_cells` have others.

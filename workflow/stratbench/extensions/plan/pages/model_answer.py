@@ -6,7 +6,7 @@ import json
 
 from stratbench.cell.text.words import GIB, format_bytes, format_count, format_hours, wrap_lines
 from stratbench.extensions.plan.one_model.model_answer import Answer, StrategyAnswer
-from stratbench.extensions.plan.quantities import format_in_unit
+from stratbench.extensions.plan.quantities import format_bytes_in_unit
 from stratbench.extensions.plan.schedule import DOES_NOT_FIT, FITS
 from stratbench.study.resources import count_nodes_of_workers
 
@@ -27,13 +27,15 @@ NOTES = (
 LEFT = (0, 1, 2, 7)
 
 
-def format_answer(answer: Answer) -> str:
+def format_model_answer(answer: Answer) -> str:
     """Return the text that `stratbench plan --model NAME --gpus N` prints."""
-    above = wrap_lines([_format_heading(answer), "", _describe_best(answer), ""])
-    below = [f"{told}: {reason}" for reason, told in _group_by_reason(answer).items()]
-    below += [f"left out: {reason}" for reason in answer.left_out_strategies]
-    below += [f"not planned: {answer.unplanned_text}."]
-    if variants := _format_variants(answer):
+    above = wrap_lines(
+        [_format_answer_heading(answer), "", _describe_fastest_fitting_strategy(answer), ""]
+    )
+    below = [f"{told}: {reason}" for reason, told in _list_strategies_by_reason(answer).items()]
+    below += [f"left out: {reason}" for reason in answer.reasons_for_left_out_strategies]
+    below += [f"not planned: {answer.text_on_unplanned_variants}."]
+    if variants := _format_variants_for_config(answer):
         below += ["", f"In config.yaml: variants: {{{variants}}}"]
     below.append("")
     sources = {c.time_source for c in answer.strategy_answers if c.time_source}
@@ -45,12 +47,12 @@ def format_answer(answer: Answer) -> str:
     return "\n".join([above, *_list_table_lines(answer), wrap_lines(below)])
 
 
-def format_first_traced(answer: Answer) -> str:
+def format_first_traced_strategy(answer: Answer) -> str:
     """Return a line on the strategy that was traced first."""
-    return wrap_lines([f"first: {_describe_choice(answer, answer.strategy_answers[0])}"])
+    return wrap_lines([f"first: {_describe_strategy_answer(answer, answer.strategy_answers[0])}"])
 
 
-def _format_heading(answer: Answer) -> str:
+def _format_answer_heading(answer: Answer) -> str:
     shape, gpus, millions = answer.data.shape, answer.question.gpus, answer.parameters / 1e6
     samples = (
         f"texts of {shape[0]} tokens"
@@ -66,34 +68,34 @@ def _format_heading(answer: Answer) -> str:
     )
 
 
-def _describe_best(answer: Answer) -> str:
+def _describe_fastest_fitting_strategy(answer: Answer) -> str:
     first = answer.strategy_answers[0]
     if first.verdict != FITS:
         tight = [c for c in answer.strategy_answers if c.verdict and c.verdict != DOES_NOT_FIT]
         if not tight:
             known = any(c.verdict for c in answer.strategy_answers)
             return "No strategy fits: use more or larger GPUs." if known else "No prediction."
-        return f"No strategy fits for certain. {_describe_choice(answer, tight[0])}"
-    fits_with_speed = _describe_choice(answer, first)
+        return f"No strategy fits for certain. {_describe_strategy_answer(answer, tight[0])}"
+    fits_with_speed = _describe_strategy_answer(answer, first)
     if first.step_s is None:
         return fits_with_speed
     gpu_hours = _compute_gpu_hours(answer, first)
     cost = _format_cost(answer, gpu_hours)
-    amount = f"{answer.training_amount:g} {answer.throughput_unit}".replace("e+0", "e").replace(
-        "e+", "e"
-    )
+    amount = f"{answer.num_training_samples_or_tokens:g} {answer.throughput_unit}".replace(
+        "e+0", "e"
+    ).replace("e+", "e")
     hours, total_gpu_hours = format_hours(gpu_hours / answer.question.gpus), format_hours(gpu_hours)
     at_a_cost = f", at a cost of {cost}" if cost else ""
     return f"{fits_with_speed} Training on {amount} takes {hours} h, {total_gpu_hours} GPU-hours{at_a_cost}."
 
 
-def _describe_choice(answer: Answer, choice: StrategyAnswer) -> str:
+def _describe_strategy_answer(answer: Answer, choice: StrategyAnswer) -> str:
     if not choice.verdict:
-        return f"{_format_choice_name(choice)}: {choice.reason}"
+        return f"{_format_strategy_name(choice)}: {choice.reason}"
     noun = answer.throughput_unit.removesuffix("s") if not answer.data.is_text else "text"
     verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
     samples = format_count(choice.micro_batch, noun)
-    fits_at_once = f"{_format_choice_name(choice)} {verdict} with {samples} at once"
+    fits_at_once = f"{_format_strategy_name(choice)} {verdict} with {samples} at once"
     fits_with_memory = f"{fits_at_once}: {format_bytes(choice.memory.allocated_bytes)} per GPU."
     if choice.verdict == DOES_NOT_FIT:
         return fits_with_memory
@@ -109,7 +111,7 @@ def _describe_choice(answer: Answer, choice: StrategyAnswer) -> str:
     )
 
 
-def _format_choice_name(choice: StrategyAnswer) -> str:
+def _format_strategy_name(choice: StrategyAnswer) -> str:
     return f"{choice.strategy}{' with checkpointing' if choice.uses_checkpointing else ''}"
 
 
@@ -119,7 +121,11 @@ def _list_table_lines(answer: Answer) -> list[str]:
     heads += [f"{answer.throughput_unit}/s (range)", "GPU-h", "cost"]
     rows = [
         heads,
-        *(_make_table_row(answer, c) for c in answer.strategy_answers if c.memory is not None),
+        *(
+            _make_strategy_table_row(answer, c)
+            for c in answer.strategy_answers
+            if c.memory is not None
+        ),
     ]
     if len(rows) == 1:
         return []
@@ -136,13 +142,13 @@ def _list_table_lines(answer: Answer) -> list[str]:
     return [f"{' ' * lines[0].index('alloc.')}GiB per GPU", *lines]
 
 
-def _make_table_row(answer: Answer, c: StrategyAnswer) -> list[str]:
+def _make_strategy_table_row(answer: Answer, c: StrategyAnswer) -> list[str]:
     memory = (c.memory.allocated_bytes, c.memory.reserved_bytes, c.memory.shown_bytes)
     row = [c.strategy, "yes" if c.uses_checkpointing else "no", c.verdict, str(c.micro_batch)]
-    row += [format_in_unit(n, GIB) for n in memory]
+    row += [format_bytes_in_unit(n, GIB) for n in memory]
     if c.verdict == DOES_NOT_FIT or c.step_s is None:
         return [*row, "", "", ""]
-    low, high, usual = map(_format_rate, answer.compute_throughput(c))
+    low, high, usual = map(_format_throughput, answer.compute_throughput(c))
     gpu_hours = _compute_gpu_hours(answer, c)
     mark = "*" if c.time_source else ""
     return [
@@ -155,15 +161,18 @@ def _make_table_row(answer: Answer, c: StrategyAnswer) -> list[str]:
 
 def _compute_gpu_hours(answer: Answer, choice: StrategyAnswer) -> float:
     return (
-        answer.training_amount / answer.compute_throughput(choice)[2] / 3600 * answer.question.gpus
+        answer.num_training_samples_or_tokens
+        / answer.compute_throughput(choice)[2]
+        / 3600
+        * answer.question.gpus
     )
 
 
-def _format_rate(number: float) -> str:
+def _format_throughput(number: float) -> str:
     """Return a throughput with three digits, such as 4.21, 68.4k or 1.2M."""
     for unit, name in ((1e6, "M"), (1e3, "k")):
         if number >= unit:
-            return f"{format_in_unit(number, unit)}{name}"
+            return f"{format_bytes_in_unit(number, unit)}{name}"
     return f"{number:.3g}"
 
 
@@ -172,18 +181,18 @@ def _format_cost(answer: Answer, gpu_hours: float) -> str:
     return "" if price is None else format_hours(gpu_hours * price)
 
 
-def _group_by_reason(answer: Answer) -> dict[str, str]:
+def _list_strategies_by_reason(answer: Answer) -> dict[str, str]:
     """Return the reasons for missing predictions, each with the names of its strategies."""
     names: dict[str, list[str]] = {}
     for c in answer.strategy_answers:
         if c.reason:
-            names.setdefault(c.reason, []).append(_format_choice_name(c))
+            names.setdefault(c.reason, []).append(_format_strategy_name(c))
     if len(names) == 1 and len(next(iter(names.values()))) == len(answer.strategy_answers):
         return dict.fromkeys(names, "not predicted")
     return {reason: f"not predicted, {', '.join(each)}" for reason, each in names.items()}
 
 
-def _format_variants(answer: Answer) -> str:
+def _format_variants_for_config(answer: Answer) -> str:
     """Return the strategies that may fit as entries of `variants` in config.yaml."""
     used = {c.strategy for c in answer.strategy_answers if c.verdict not in ("", DOES_NOT_FIT)}
     entries = {name: values for name, values in answer.variants.items() if name in used}

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import MIB, format_bytes, format_seconds
 from stratbench.extensions.plan.footprint.traffic import PARTS
-from stratbench.extensions.plan.quantities import format_span, sort_by_usual_time
-from stratbench.extensions.plan.schedule import Plan, Planned, get_longest_time_s
+from stratbench.extensions.plan.quantities import format_time_range, sort_by_compared_time
+from stratbench.extensions.plan.schedule import Plan, PlannedCell, get_max_time_of_cell_s
 from stratbench.study import plan_file
 
 
@@ -39,7 +39,7 @@ EACH_IN_MIB = Unit(
 )
 IN_MIB = Unit(lambda n_bytes: round(n_bytes / MIB, 2), format_bytes)
 SECONDS = Unit(lambda value: f"{value:.6g}", format_seconds)
-RANGE = Unit(lambda end: f"{end:.6g}", format_span, ("_low", "_high"))
+RANGE = Unit(lambda end: f"{end:.6g}", format_time_range, ("_low", "_high"))
 
 
 class PlanColumn(NamedTuple):
@@ -49,7 +49,7 @@ class PlanColumn(NamedTuple):
     unit: Unit = PLAIN
     device: str | None = None
 
-    def get_value(self, c: Planned) -> Any:
+    def get_value(self, c: PlannedCell) -> Any:
         """Return the value of a cell, or None if it is unknown."""
         value: Any = c if self.device is None else c.fits_on.get(self.device)
         for name in self.path.split("."):
@@ -58,7 +58,7 @@ class PlanColumn(NamedTuple):
             value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
         return value
 
-    def format_value(self, c: Planned) -> str:
+    def format_value(self, c: PlannedCell) -> str:
         """Return the value of a cell as text, or "" if it is unknown."""
         value = self.get_value(c)
         return "" if value is None else self.unit.text(value)
@@ -108,7 +108,7 @@ REQUEST_COLUMNS = {
 }
 
 
-def make_row(c: Planned, other_devices: Iterable[str]) -> dict[str, Any]:
+def make_plan_row(c: PlannedCell, other_devices: Iterable[str]) -> dict[str, Any]:
     """Return a cell's row of plan.csv, with its fit and time also on other devices.
 
     Unknown values are empty.
@@ -127,21 +127,23 @@ def make_row(c: Planned, other_devices: Iterable[str]) -> dict[str, Any]:
     return row
 
 
-def write_csv(plan: Plan, path: Path) -> None:
+def write_plan_csv(plan: Plan, path: Path) -> None:
     """Write plan.csv, with a row per cell."""
-    write_rows([make_row(c, plan.compared_devices) for c in sort_by_usual_time(plan.cells)], path)
+    write_csv_rows(
+        [make_plan_row(c, plan.compared_devices) for c in sort_by_compared_time(plan.cells)], path
+    )
 
 
-def write_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:
+def write_csv_rows(rows: list[dict[str, Any]], path: Path, header: Iterable[str] = ()) -> None:
     """Write rows with equal columns as CSV, or the `header` alone without rows."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0] if rows else header), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomic(path, text.getvalue())
+    write_text_atomically(path, text.getvalue())
 
 
-def write_json(plan: Plan, path: Path) -> None:
+def write_plan_json(plan: Plan, path: Path) -> None:
     """Write plan.json: the values that the workflow reads, by the path of each cell."""
     cells = {
         c.cell.path: {
@@ -149,10 +151,10 @@ def write_json(plan: Plan, path: Path) -> None:
             "infeasible": None if c.state != "infeasible" else c.reason,
             "host_mem_mib": c.needs.host_mib,
             "servers_mem_mib": c.needs.servers_host_mib,
-            "cell_time_high_s": get_longest_time_s(c.fit),
+            "cell_time_high_s": get_max_time_of_cell_s(c.fit),
         }
         for c in plan.cells
         if c.needs is not None
     }
     whole = {"gpu": plan.gpu, "cells": cells}
-    write_atomic(path, json.dumps(whole, indent=1) + "\n")
+    write_text_atomically(path, json.dumps(whole, indent=1) + "\n")

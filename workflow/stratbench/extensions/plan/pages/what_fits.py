@@ -17,14 +17,14 @@ from stratbench.cell.text.words import GIB, MIB
 from stratbench.extensions.plan import device_rates, duration, public_runs
 from stratbench.extensions.plan.duration import Span
 from stratbench.extensions.plan.footprint import reductions
-from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, Sums
+from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, ReductionSize
 from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.extensions.plan.needs import (
-    Subject,
-    compute_plain_wire_bytes,
-    compute_subject_data_bytes,
+    CellToPlan,
+    compute_averaging_wire_bytes,
+    compute_data_bytes_on_device,
 )
-from stratbench.extensions.plan.schedule import Plan, Planned
+from stratbench.extensions.plan.schedule import Plan, PlannedCell
 from stratbench.strategies.base import Strategy
 from stratbench.telemetry.machine.hardware import Datasheet, list_datasheets
 
@@ -54,7 +54,7 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
     cells = [c for c in plan.cells if c.cell.repeat == 0]
     footprints: dict[str, int] = {}
     networks = [
-        _describe_network(plan, label, found, footprints)
+        _collect_network_values(plan, label, found, footprints)
         for label, found in _group_by_network(cells).items()
     ]
     return {
@@ -62,19 +62,21 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
         "margin": plan.cluster["memory_margin"],
         "gpus_per_node": plan.cluster["gpus_per_node"],
         "own_of": ["CPU", plan.device],
-        "beside": _choose_compared([plan.device, *plan.compared_devices]),
+        "beside": _choose_compared_devices([plan.device, *plan.compared_devices]),
         "devices": _list_devices(plan, cells),
         "groups": list(GROUPS),
         "footprints": [json.loads(text) for text in footprints],
         "networks": networks,
         "rates": {
-            "utilisation": _pair_by_kind(duration.GPU_UTILISATION, duration.CPU_UTILISATION),
-            "launch_s": _pair_by_kind(duration.GPU_LAUNCH_S, duration.CPU_LAUNCH_S),
+            "utilisation": _make_gpu_and_cpu_rates(
+                duration.GPU_UTILISATION, duration.CPU_UTILISATION
+            ),
+            "launch_s": _make_gpu_and_cpu_rates(duration.GPU_LAUNCH_S, duration.CPU_LAUNCH_S),
             "memory": duration.MEMORY_UTILISATION,
             "link": duration.LINK_UTILISATION,
             "server": duration.SERVER_BYTES_PER_S,
             "hiding": duration.HIDING,
-            "public": public_runs.get_public_band()._asdict(),
+            "public": public_runs.get_public_time_ratios()._asdict(),
             "waiting_share": public_runs.MAX_WAITING_SHARE,
         },
         "sums": {
@@ -87,27 +89,29 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _pair_by_kind(gpu_rates: tuple[float, ...], cpu_rates: tuple[float, ...]) -> dict[str, Any]:
+def _make_gpu_and_cpu_rates(
+    gpu_rates: tuple[float, ...], cpu_rates: tuple[float, ...]
+) -> dict[str, Any]:
     return {"gpu": gpu_rates, "cpu": cpu_rates}
 
 
 # --- devices of the page -----------------------------------------------------------------------
 
 
-def _list_devices(plan: Plan, cells: Iterable[Planned]) -> list[dict[str, Any]]:
+def _list_devices(plan: Plan, cells: Iterable[PlannedCell]) -> list[dict[str, Any]]:
     """Return the devices that cells may use, the plan's own device first."""
     kinds = {c.subject.request.is_on_cuda for c in cells}
     found = []
     if True in kinds:
         order = {name: i for i, name in enumerate([plan.device, *plan.compared_devices])}
         known = sorted(list_datasheets(), key=lambda gpu: order.get(gpu.name, len(order)))
-        found += [_describe_gpu(gpu, plan.cluster) for gpu in known]
+        found += [_collect_gpu_values(gpu, plan.cluster) for gpu in known]
     if False in kinds:
-        found.append(_describe_cpu(plan.cluster))
+        found.append(_collect_cpu_values(plan.cluster))
     return found
 
 
-def _choose_compared(plan_devices: list[str]) -> list[str]:
+def _choose_compared_devices(plan_devices: list[str]) -> list[str]:
     """Return the devices that the page compares: the plan's, and one per common memory size."""
     size = {gpu.name: gpu.memory_gib for gpu in list_datasheets()}
     known = {size.get(name) for name in plan_devices}
@@ -115,7 +119,7 @@ def _choose_compared(plan_devices: list[str]) -> list[str]:
     return sorted([*plan_devices, *usual], key=lambda name: size.get(name, 0))
 
 
-def _describe_gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_gpu_values(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
     each = {p: device_rates.make_gpu_device(gpu, p, cluster) for p in PRECISIONS}
     flops = {p: device.flops_per_s for p, device in each.items() if device.flops_per_s}
     return {
@@ -126,7 +130,7 @@ def _describe_gpu(gpu: Datasheet, cluster: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _describe_cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
+def _collect_cpu_values(cluster: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of this host's CPU, whose rate all workers share."""
     device = device_rates.make_cpu_device(cluster, 1)
     whole_bytes = cluster["mem_mib_per_gpu"] * MIB
@@ -136,15 +140,15 @@ def _describe_cpu(cluster: Mapping[str, Any]) -> dict[str, Any]:
 # --- networks of the page ------------------------------------------------------------------------
 
 
-def _group_by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
+def _group_by_network(cells: Iterable[PlannedCell]) -> dict[str, list[PlannedCell]]:
     """Group the cells by network. The keys are the networks' labels on the page.
 
     Cells belong to one network if they differ only in settings that the page can change.
     """
-    alike: dict[str, list[Planned]] = {}
+    alike: dict[str, list[PlannedCell]] = {}
     for c in cells:
         alike.setdefault(_make_network_key(c.subject), []).append(c)
-    named: dict[str, list[Planned]] = {}
+    named: dict[str, list[PlannedCell]] = {}
     for found in alike.values():
         model, dataset = found[0].cell.model, found[0].cell.dataset
         same = [f[0].cell for f in alike.values() if f[0].cell.model == model]
@@ -157,7 +161,7 @@ def _group_by_network(cells: Iterable[Planned]) -> dict[str, list[Planned]]:
     return named
 
 
-def _make_network_key(s: Subject) -> str:
+def _make_network_key(s: CellToPlan) -> str:
     """Return a key of a cell's network, without the settings that the page can change."""
     # The page can switch checkpointing on or off. Cells with partial checkpointing are a network of their
     # own.
@@ -170,15 +174,15 @@ def _make_network_key(s: Subject) -> str:
     return replace(s.settings, **same).as_json()
 
 
-def _describe_network(
-    plan: Plan, label: str, cells: list[Planned], footprint_indices: dict[str, int]
+def _collect_network_values(
+    plan: Plan, label: str, cells: list[PlannedCell], footprint_indices: dict[str, int]
 ) -> dict[str, Any]:
     first = cells[0].subject
     kinds: dict[str, dict[str, dict[int, Any]]] = {}
     for c in cells:
         kind = kinds.setdefault(make_settings_key(c.subject.settings), {})
         by_count = kind.setdefault(c.cell.strategy, {})
-        by_count.setdefault(c.cell.gpus, _describe_strategy(plan, c, footprint_indices))
+        by_count.setdefault(c.cell.gpus, _collect_strategy_values(plan, c, footprint_indices))
     s, samples = first.settings, f"{first.data.train_samples:,} samples"
     counts = sorted({c.cell.gpus for c in cells})
     lines = any(
@@ -202,11 +206,13 @@ def _describe_network(
         "batch": s.global_batch,
         "on_cuda": first.request.is_on_cuda,
         "kinds": kinds,
-        "ahead": _list_projected(plan, cells),
+        "ahead": _list_projected_times(plan, cells),
     }
 
 
-def _list_projected(plan: Plan, cells: list[Planned]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def _list_projected_times(
+    plan: Plan, cells: list[PlannedCell]
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Return projected times for numbers of workers that the study does not have.
 
     The keys are the kind of cell and the strategy.
@@ -238,7 +244,9 @@ def make_settings_key(s: Settings) -> str:
     return s.precision + ("+checkpointing" if s.activation_checkpointing else "")
 
 
-def _describe_strategy(plan: Plan, c: Planned, footprint_indices: dict[str, int]) -> dict[str, Any]:
+def _collect_strategy_values(
+    plan: Plan, c: PlannedCell, footprint_indices: dict[str, int]
+) -> dict[str, Any]:
     """Return the values with which the page plans a strategy on a number of workers.
 
     The only value without a footprint is `reason`.
@@ -252,17 +260,18 @@ def _describe_strategy(plan: Plan, c: Planned, footprint_indices: dict[str, int]
     )
     return {
         "footprints": [
-            _get_footprint_index(f, footprint_indices) for f in c.footprint.footprint_per_stage
+            _get_or_add_footprint_index(f, footprint_indices)
+            for f in c.footprint.footprint_per_stage
         ],
-        "slowest": _find_slowest_index(c.footprint),
-        "regular": _is_regular(s),
+        "slowest": _find_slowest_stage_index(c.footprint),
+        "regular": _is_linear_in_workers(s),
         "replicas": s.mesh.replicas,
         "pushes": s.steps_per_batch,
         "parts": s.request.num_accumulated_parts,
         "least": c.min_samples_per_worker,
         "nodes": needs.nodes,
-        "data": _fit_data_bytes(s),
-        "wire": None if s.served else _describe_traffic(s, c.footprint, needs.nodes),
+        "data": _compute_data_bytes_line(s),
+        "wire": None if s.served else _describe_sent_bytes(s, c.footprint, needs.nodes),
         "sent": needs.wire_bytes if s.served else 0,
         "awaits": s.strategy.waits_for_activations,
         "served": needs.served_bytes,
@@ -270,7 +279,7 @@ def _describe_strategy(plan: Plan, c: Planned, footprint_indices: dict[str, int]
         "bubble": s.bubble_share,
         "slowdown": s.slowdown,
         "fused": duration.COMPILED if s.settings.compile else 1,
-        "host_s": duration.compute_host_s(needs.slowest_rank),
+        "host_s": duration.compute_offload_s_by_rates(needs.slowest_rank),
         "public": public_runs.is_like_public_runs(s.settings, s.data.is_text),
         "recorded": recorded
         and _describe_recorded_time(
@@ -279,14 +288,14 @@ def _describe_strategy(plan: Plan, c: Planned, footprint_indices: dict[str, int]
     }
 
 
-def _find_evidence_kind(plan: Plan, c: Planned) -> str:
+def _find_evidence_kind(plan: Plan, c: PlannedCell) -> str:
     """Return what a time is based on: a measured, a projected or a nearby record."""
     if c.state == "done":
         return "measured"
     return "projected" if c.cell in plan.projected_durations else "nearby"
 
 
-def _is_regular(s: Subject) -> bool:
+def _is_linear_in_workers(s: CellToPlan) -> bool:
     """Return whether memory and traffic are linear in 1 / workers, from two workers on.
 
     Each part of the states must be either complete on a worker or divided by all workers. All workers must
@@ -297,20 +306,20 @@ def _is_regular(s: Subject) -> bool:
     return n > 1 and divided and s.mesh.replicas == n and not s.served
 
 
-def _find_slowest_index(footprint: Footprint) -> int:
+def _find_slowest_stage_index(footprint: Footprint) -> int:
     """Return the index of the pipeline stage that computes most."""
     return next(
         i for i, f in enumerate(footprint.footprint_per_stage) if f is footprint.slowest_rank
     )
 
 
-def _fit_data_bytes(s: Subject) -> tuple[float, float]:
+def _compute_data_bytes_line(s: CellToPlan) -> tuple[float, float]:
     """Return bytes of data on the device: a fixed part, and bytes per sample."""
-    fixed = compute_subject_data_bytes(s, 0)
-    return fixed, compute_subject_data_bytes(s, 1) - fixed
+    fixed = compute_data_bytes_on_device(s, 0)
+    return fixed, compute_data_bytes_on_device(s, 1) - fixed
 
 
-def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str, Any]:
+def _describe_sent_bytes(s: CellToPlan, footprint: Footprint, nodes: int) -> dict[str, Any]:
     """Return the bytes that a rank sends per step, as linear functions of its samples.
 
     `within` is the part in groups within a node. A rank sends in the first `start` steps, then in one of
@@ -319,7 +328,7 @@ def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str,
     on_gloo, gpus = not s.request.is_on_cuda, s.cell.gpus
     node_ranks = -(-gpus // nodes)
 
-    def fit_line(ranks_per_node: int | None = None) -> tuple[float, float]:
+    def compute_sent_bytes_line(ranks_per_node: int | None = None) -> tuple[float, float]:
         at = [
             fmean(
                 compute_wire_bytes(f.collectives, gpus, on_gloo, n, ranks_per_node)
@@ -330,13 +339,13 @@ def _describe_traffic(s: Subject, footprint: Footprint, nodes: int) -> dict[str,
         return at[0], at[1] - at[0]
 
     plain = [
-        compute_plain_wire_bytes(s, f, f.collectives, on_gloo)
+        compute_averaging_wire_bytes(s, f, f.collectives, on_gloo)
         for f in footprint.footprint_per_stage
     ]
     start, period = find_exchange_steps(s.strategy)
     return {
-        "line": fit_line(),
-        "within": fit_line(node_ranks),
+        "line": compute_sent_bytes_line(),
+        "within": compute_sent_bytes_line(node_ranks),
         "start": start,
         "period": period,
         "plain_steps": s.strategy.num_plain_steps,
@@ -351,40 +360,40 @@ def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
     return strategy.list_first_steps_by_kind[-1], strategy.steps_per_period
 
 
-def _get_footprint_index(footprint: Footprint, footprint_indices: dict[str, int]) -> int:
+def _get_or_add_footprint_index(footprint: Footprint, footprint_indices: dict[str, int]) -> int:
     """Return a footprint's index in the page's list of distinct footprints.
 
     A new footprint is added to the list.
     """
-    text = json.dumps(_select_page_values(footprint), separators=(",", ":"))
+    text = json.dumps(_select_footprint_values(footprint), separators=(",", ":"))
     return footprint_indices.setdefault(text, len(footprint_indices))
 
 
-def _select_page_values(footprint: Footprint) -> dict[str, Any]:
+def _select_footprint_values(footprint: Footprint) -> dict[str, Any]:
     """Return the values of a footprint with which the page predicts memory and time."""
     return {
         "moments": [
             [
                 m.phase,
-                _sum_group_lines(m.parts_bytes),
-                m.reduction_sums and _list_sum_values(m.reduction_sums),
+                _sum_lines_by_group(m.parts_bytes),
+                m.reduction_sums and _list_reduction_values(m.reduction_sums),
             ]
             for m in footprint.peak_moments
         ],
-        "evaluation": _sum_groups(footprint.evaluation_peak.parts_bytes),
+        "evaluation": _sum_bytes_by_group(footprint.evaluation_peak.parts_bytes),
         "copy": footprint.warmup_copy_device_bytes,
         "flops": footprint.computed_flops_per_sample,
         "attention": footprint.attention_share,
         "operations": footprint.operations_per_step,
-        "touched": _make_pair(footprint.touched_bytes),
+        "touched": _make_line_pair(footprint.touched_bytes),
     }
 
 
-def _make_pair(line: Affine) -> tuple[float, float]:
+def _make_line_pair(line: Affine) -> tuple[float, float]:
     return line.fixed, line.per_sample
 
 
-def _sum_group_lines(lines_by_purpose: Mapping[str, Affine]) -> list[float]:
+def _sum_lines_by_group(lines_by_purpose: Mapping[str, Affine]) -> list[float]:
     """Return each memory segment's fixed bytes, followed by its bytes per sample."""
     none = Affine(0, 0)
     return [
@@ -394,9 +403,14 @@ def _sum_group_lines(lines_by_purpose: Mapping[str, Affine]) -> list[float]:
     ]
 
 
-def _sum_groups(bytes_by_purpose: Mapping[str, int]) -> list[int]:
+def _sum_bytes_by_group(bytes_by_purpose: Mapping[str, int]) -> list[int]:
     return [sum(bytes_by_purpose.get(part, 0) for part in members) for members in GROUPS.values()]
 
 
-def _list_sum_values(sums: Sums) -> list[float]:
-    return [*_make_pair(sums.outputs), *_make_pair(sums.inputs), sums.together, sums.sum_bytes]
+def _list_reduction_values(sums: ReductionSize) -> list[float]:
+    return [
+        *_make_line_pair(sums.outputs),
+        *_make_line_pair(sums.inputs),
+        sums.together,
+        sums.partial_sum_bytes,
+    ]

@@ -83,11 +83,13 @@ def find_crossings(times_by_strategy: StepTimesByStrategy) -> list[Crossing]:
         both = below.keys() & above.keys()
         before, after = (min(at, key=lambda s, at=at: at[s].step_s) for at in (below, above))
         if before != after and {before, after} <= both:
-            changes.append(_intersect_lines(times_by_strategy, before, after, below, above))
+            changes.append(
+                _find_crossing_of_strategies(times_by_strategy, before, after, below, above)
+            )
     return changes
 
 
-def _intersect_lines(
+def _find_crossing_of_strategies(
     times_by_strategy: StepTimesByStrategy,
     strategy_before: str,
     strategy_after: str,

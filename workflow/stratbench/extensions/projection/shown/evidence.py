@@ -10,13 +10,13 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence, Question
-from stratbench.analysis.decision.sentences import describe_amount, describe_price
+from stratbench.analysis.decision.sentences import format_time_and_cost, format_gpu_hours_and_price
 from stratbench.cell.text.words import format_bytes, format_hours, format_short_time
 from stratbench.extensions.projection.shown.projected import (
     Projected,
     StrategyKey,
-    read_crossings,
-    read_projection,
+    read_crossing_sentences,
+    read_projections_by_strategy,
 )
 
 
@@ -62,7 +62,7 @@ class ProjectionEvidence(Evidence):
                 c.no_projection_reason = requested.missing_reason
             for workers, projected in by_count.items():
                 if not projected.missing_reason:
-                    yield make_candidate(usable, workers, projected)
+                    yield make_projected_candidate(usable, workers, projected)
 
     def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
         """Yield sentences on numbers of workers on which another strategy is the fastest."""
@@ -75,10 +75,14 @@ def read_evidence(path: str, constraints: Constraints) -> Evidence:
     """Return the evidence in the projection.csv at `path`. It is empty if `path` is ""."""
     if not path:
         return Evidence()
-    return ProjectionEvidence(read_projection(path, constraints.gpus), read_crossings(path))
+    return ProjectionEvidence(
+        read_projections_by_strategy(path, constraints.gpus), read_crossing_sentences(path)
+    )
 
 
-def make_candidate(measured: Sequence[Candidate], workers: int, projected: Projected) -> Candidate:
+def make_projected_candidate(
+    measured: Sequence[Candidate], workers: int, projected: Projected
+) -> Candidate:
     """Return a candidate of a decision from a projected training.
 
     Args:
@@ -106,7 +110,7 @@ def make_candidate(measured: Sequence[Candidate], workers: int, projected: Proje
         verdict_claim_and_confidence=None,
         caveats=list(dict.fromkeys(caveat for c in measured for caveat in c.caveats)),
     )
-    candidate.projection_text = describe_projection(candidate, projected)
+    candidate.projection_text = describe_projected_candidate(candidate, projected)
     return candidate
 
 
@@ -124,12 +128,12 @@ def missing_projection_reason(measured: list[Candidate], workers: int) -> str:
     return "nothing was projected; `snakemake decide` does so from the study's records"
 
 
-def describe_projection(candidate: Candidate, projected: Projected) -> str:
+def describe_projected_candidate(candidate: Candidate, projected: Projected) -> str:
     """Return a text on a projected candidate: its values with intervals, and their evidence."""
     low_s, step_s, high_s = projected.step_range_s
     least, share, most = projected.efficiency_range
     parts = [
-        f"It would train in {describe_amount(candidate)}{describe_price(candidate)}",
+        f"It would train in {format_time_and_cost(candidate)}{format_gpu_hours_and_price(candidate)}",
         f"at {format_short_time(step_s)} per global batch (80 %: {format_short_time(low_s)} to "
         f"{format_short_time(high_s)})",
         f"an efficiency of {share:.2f} ({least:.2f} to {most:.2f})",

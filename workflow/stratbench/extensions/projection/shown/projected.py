@@ -68,7 +68,7 @@ def read_projection_rows(path: Path) -> pd.DataFrame:
     return rows
 
 
-def group_step_times(rows: pd.DataFrame) -> StepTimesByStrategy:
+def group_step_times_by_strategy(rows: pd.DataFrame) -> StepTimesByStrategy:
     """Return the measured and projected step times in the rows of one model, by strategy."""
     return {
         str(strategy): [
@@ -81,14 +81,14 @@ def group_step_times(rows: pd.DataFrame) -> StepTimesByStrategy:
     }
 
 
-def read_crossings(path: str) -> dict[tuple[str, str], list[str]]:
+def read_crossing_sentences(path: str) -> dict[tuple[str, str], list[str]]:
     """Return sentences on where the fastest strategy changes, by experiment and model."""
     if not path or not Path(path).exists():
         return {}
     return {
         key: [
             crossing.describe_crossing(choose_worker_noun(rows))
-            for crossing in find_crossings(group_step_times(rows))
+            for crossing in find_crossings(group_step_times_by_strategy(rows))
         ]
         for key, rows in read_projection_rows(Path(path)).groupby(
             ["experiment", "model"], sort=False
@@ -101,7 +101,9 @@ def choose_worker_noun(rows: pd.DataFrame) -> str:
     return "CPU process" if (rows["device"] == "CPU").all() else "GPU"
 
 
-def read_projection(path: str, max_workers: int | None) -> dict[StrategyKey, dict[int, Projected]]:
+def read_projections_by_strategy(
+    path: str, max_workers: int | None
+) -> dict[StrategyKey, dict[int, Projected]]:
     """Return the projected trainings in a projection.csv, by strategy and number of workers.
 
     Only numbers up to `max_workers` are returned. The result is empty without a path or without this limit.
@@ -113,11 +115,11 @@ def read_projection(path: str, max_workers: int | None) -> dict[StrategyKey, dic
     by_line: dict[StrategyKey, dict[int, Projected]] = {}
     for r in rows.to_dict("records"):
         line = (str(r["experiment"]), str(r["model"]), str(r["strategy"]))
-        by_line.setdefault(line, {})[int(r["workers"])] = _parse_projected(r)
+        by_line.setdefault(line, {})[int(r["workers"])] = _parse_projected_row(r)
     return by_line
 
 
-def _parse_projected(row: Mapping) -> Projected:
+def _parse_projected_row(row: Mapping) -> Projected:
     if row["kind"] == "refused":
         return Projected(row["reason"])
 

@@ -21,7 +21,7 @@ from stratbench.extensions.projection.shown.crossings import StepTimesByStrategy
 from stratbench.extensions.projection.shown.evidence import read_evidence
 from stratbench.extensions.projection.shown.projected import (
     choose_worker_noun,
-    group_step_times,
+    group_step_times_by_strategy,
     read_projection_rows,
 )
 
@@ -74,7 +74,7 @@ def _make_model_entry(
     known = rows[rows["kind"] != "refused"]
     noun = choose_worker_noun(rows)
     short = noun.split()[-1]
-    lines = group_step_times(known)
+    lines = group_step_times_by_strategy(known)
     aim = "target_" if known["target_s"].notna().any() else ""
     return {
         "experiment": experiment,
@@ -168,16 +168,18 @@ def _make_table_row(row: Mapping[str, Any], column_prefix: str) -> dict[str, Any
         "workers": int(r["workers"]),
         "step": _format_or_dash(r["step_s"], format_short_time),
         "step_s": r["step_s"],
-        "range": _format_range(r, "step", "_s", format_short_time),
+        "range": _format_interval_columns(r, "step", "_s", format_short_time),
         "naive": _format_or_dash(r["a_plus_b_s"], format_short_time) if r["a_plus_b_s"] > 0 else "",
         "efficiency": _format_or_dash(r["efficiency"], "{:.2f}".format),
-        "efficiency_range": _format_range(r, "efficiency", "", "{:.2f}".format),
+        "efficiency_range": _format_interval_columns(r, "efficiency", "", "{:.2f}".format),
         "time": _format_or_dash(r[time_s], format_short_time),
-        "time_range": _format_range(r, time_s.removesuffix("_s"), "_s", format_short_time),
+        "time_range": _format_interval_columns(
+            r, time_s.removesuffix("_s"), "_s", format_short_time
+        ),
         "hours": _format_or_dash(r[f"{aim}gpu_hours"], format_hours),
         "cost": _format_or_dash(r[f"{aim}cost"], "{:.3g}".format),
         "memory": _format_or_dash(r["memory_bytes"], format_bytes),
-        "memory_range": _format_range(r, "memory", "_bytes", format_bytes),
+        "memory_range": _format_interval_columns(r, "memory", "_bytes", format_bytes),
         "by": f"{by}, host" if by_host else by,
     }
 
@@ -186,7 +188,7 @@ def _format_or_dash(value: float, format_value: Callable[[float], str]) -> str:
     return "–" if pd.isna(value) else format_value(value)
 
 
-def _format_range(
+def _format_interval_columns(
     row: Mapping[str, Any], name: str, unit: str, format_value: Callable[[float], str]
 ) -> str:
     """Return the interval of a projected value, or the range of repeats, as text.

@@ -55,12 +55,12 @@ class AsyncPolicy(Policy):
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         weight = self._compute_gradient_weight(self.version - read_version)
-        self._optimizer.step(self.weights, grad, self._step_lr, weight)
+        self._optimizer.step(self.weights, grad, self._learning_rate_of_push, weight)
         self.version += 1
         return Outcome.APPLIED
 
     @property
-    def _step_lr(self) -> float:
+    def _learning_rate_of_push(self) -> float:
         return self.push_lr
 
     def _compute_gradient_weight(self, staleness: int) -> float:
@@ -176,7 +176,7 @@ class AsyncModifiedPolicy(SspPolicy):
             return self.pushes_per_batch == 1
 
     @property
-    def _step_lr(self) -> float:
+    def _learning_rate_of_push(self) -> float:
         return self.push_lr / self.options.pushes_per_batch
 
     def _compute_gradient_weight(self, staleness: int) -> float:
@@ -336,10 +336,10 @@ class DanaPolicy(Policy):
         if self._sum is not None:
             self._sum.add_(own.value)
             if self.version % (8 * self.hyper.workers) == 0:
-                self._recompute_sum()
+                self._recompute_momentum_sum()
         return Outcome.APPLIED
 
-    def _recompute_sum(self) -> None:
+    def _recompute_momentum_sum(self) -> None:
         """Recompute the sum of all workers' momentum buffers, so that rounding errors do not accumulate."""
         self._sum.zero_()
         for momentum in self._momenta:
@@ -352,7 +352,7 @@ class DanaPolicy(Policy):
 
         own = self._momenta[worker]
         others = torch.sub(self._sum, own.value, out=out)  # exactly 0 with one worker
-        torch.sub(self.weights, others, alpha=self.push_lr * own.next_step_factor, out=out)
+        torch.sub(self.weights, others, alpha=self.push_lr * own.next_step_momentum_factor, out=out)
         return self.version
 
     def on_leave(self, worker: int) -> None:

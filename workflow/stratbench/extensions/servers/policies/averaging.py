@@ -88,17 +88,17 @@ class SyncPolicy(Policy):
         if self.push_weight != 1.0:
             grad.mul_(self.push_weight)
         self._weight += self.push_weight
-        if self._advance(borrowed=grad):
+        if self._advance_step(borrowed=grad):
             return Outcome.APPLIED
         if self._total is grad:
-            self._total = self._copy_gradient(grad)
+            self._total = self._copy_to_free_buffer(grad)
         elif worker in self._held:
-            self._held[worker] = self._copy_gradient(grad)
+            self._held[worker] = self._copy_to_free_buffer(grad)
         return Outcome.HELD
 
     def on_skip(self, worker: int, read_version: int) -> None:
         self._arrived.add(worker)
-        self._advance()
+        self._advance_step()
 
     def on_leave(self, worker: int) -> None:
         self._live.discard(worker)
@@ -108,8 +108,8 @@ class SyncPolicy(Policy):
             self._arrived.discard(worker)
             self._arrived_and_left += 1
             if worker in self._held:
-                self._add_to_sum(self._held.pop(worker))
-        self._advance()
+                self._add_gradient_to_sum(self._held.pop(worker))
+        self._advance_step()
 
     def on_join(self, worker: int) -> None:
         self._live.add(worker)
@@ -117,14 +117,14 @@ class SyncPolicy(Policy):
     def ready(self, worker: int) -> bool:
         return worker not in self._arrived
 
-    def _find_sum_limit(self) -> float:
+    def _find_slot_limit_of_sum(self) -> float:
         """Return the slot below which all gradients of the present step have arrived.
 
         It is infinity if the gradients of all live workers have arrived.
         """
         return min(self._live - self._arrived, default=math.inf)
 
-    def _advance(self, borrowed: Tensor | None = None) -> bool:
+    def _advance_step(self, borrowed: Tensor | None = None) -> bool:
         """Add arrived gradients to the sum in the order of slots. If none is missing, update the weights.
 
         Args:
@@ -133,9 +133,9 @@ class SyncPolicy(Policy):
         Returns:
             Whether the weights were updated and the next step begins.
         """
-        limit = self._find_sum_limit()
+        limit = self._find_slot_limit_of_sum()
         for worker in sorted(w for w in self._held if w < limit):
-            self._add_to_sum(self._held.pop(worker), borrowed)
+            self._add_gradient_to_sum(self._held.pop(worker), borrowed)
         if limit != math.inf:
             return False
         if self._total is not None:
@@ -149,14 +149,14 @@ class SyncPolicy(Policy):
         self._arrived.clear()
         return True
 
-    def _add_to_sum(self, grad: Tensor, borrowed: Tensor | None = None) -> None:
+    def _add_gradient_to_sum(self, grad: Tensor, borrowed: Tensor | None = None) -> None:
         if self._total is None:
             self._total = grad
         else:
             self._total.add_(grad)
             self._release_buffer(grad, borrowed)
 
-    def _copy_gradient(self, grad: Tensor) -> Tensor:
+    def _copy_to_free_buffer(self, grad: Tensor) -> Tensor:
         slot = self._free.pop()
         slot.copy_(grad)
         return slot
@@ -211,37 +211,37 @@ class BackupPolicy(SyncPolicy):
         self._passed: set[int] = set()
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
-        if not self._is_late(worker, read_version):
+        if not self._is_push_late(worker, read_version):
             return super().on_push(worker, grad, read_version)
         self._late.add(worker)
-        self._advance()
+        self._advance_step()
         return Outcome.DROPPED
 
     def on_skip(self, worker: int, read_version: int) -> None:
-        (self._late if self._is_late(worker, read_version) else self._arrived).add(worker)
-        self._advance()
+        (self._late if self._is_push_late(worker, read_version) else self._arrived).add(worker)
+        self._advance_step()
 
     def on_leave(self, worker: int) -> None:
         self._late.discard(worker)
         self._passed.discard(worker)
         super().on_leave(worker)
 
-    def _is_late(self, worker: int, read_version: int) -> bool:
+    def _is_push_late(self, worker: int, read_version: int) -> bool:
         passed = worker in self._passed
         self._passed.discard(worker)
         return passed or read_version != self.version
 
-    def _advance(self, borrowed: Tensor | None = None) -> bool:
+    def _advance_step(self, borrowed: Tensor | None = None) -> bool:
         version, missing = self.version, self._live - self._arrived - self._late
         pushes = len(self._arrived) + self._arrived_and_left
-        stepped = pushes > 0 and super()._advance(borrowed)
+        stepped = pushes > 0 and super()._advance_step(borrowed)
         if stepped:
             self._late.clear()
             if self.version == version:
                 self._passed |= missing
         return stepped
 
-    def _find_sum_limit(self) -> float:
+    def _find_slot_limit_of_sum(self) -> float:
         """Return infinity once the present step has all gradients that it averages, and -1 before.
 
         No gradient is summed before, because it is unknown which gradients will be the first to arrive.
@@ -322,14 +322,14 @@ class KBatchPolicy(Policy):
         self._count += 1
         if self._count < self._k:
             return Outcome.HELD
-        self._apply_sum()
+        self._apply_mean_gradient()
         return Outcome.APPLIED
 
     def finish(self) -> None:
         if self._count:
-            self._apply_sum()
+            self._apply_mean_gradient()
 
-    def _apply_sum(self) -> None:
+    def _apply_mean_gradient(self) -> None:
         self._apply_gradient(self._sum.div_(self._count))
         self._count = 0
 

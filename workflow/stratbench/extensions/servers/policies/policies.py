@@ -44,12 +44,12 @@ def get_policy_class(name: str) -> type[Policy]:
     return getattr(import_module(module), attribute)
 
 
-def list_policies_for(optimizer: str) -> list[str]:
+def list_policies_supporting(optimizer: str) -> list[str]:
     """Return the names of the policies that support an optimizer, "sgd" or "adamw"."""
     return [name for name in POLICIES if not get_policy_class(name).Options.refusal(optimizer)]
 
 
-def parse_options(policy: str, values: Mapping[str, Any] | None = None) -> PolicyOptions:
+def parse_policy_options(policy: str, values: Mapping[str, Any] | None = None) -> PolicyOptions:
     """Return the options of a policy with these values, by option.
 
     Missing options have their defaults.
@@ -83,7 +83,7 @@ def make_policy(
     Raises:
         ValueError: If the policy or an option is unknown, or if the policy does not support the optimizer.
     """
-    parsed = parse_options(name, options)
+    parsed = parse_policy_options(name, options)
     if reason := parsed.refusal(hyper.optimizer):
         raise ValueError(f"{name} does not support the optimizer {hyper.optimizer}: {reason}")
     hyper = replace(hyper, lr_scale=parsed.lr_factor(hyper.workers))

@@ -153,7 +153,7 @@ class Momentum:
         return direction
 
     @property
-    def next_step_factor(self) -> float:
+    def next_step_momentum_factor(self) -> float:
         """Factor with which the present momentum buffer enters the direction of the next step.
 
         The factor is mu. With Nesterov it is mu^2: the next direction is g + mu (mu v + g) = (1 + mu) g +

@@ -72,10 +72,10 @@ class PreviewPolicy(KBatchPolicy):
         others = len(self._present - {worker})
         if self._chunk is None or self._count + others < self._k:
             return super().view(worker, out)
-        self._look_ahead(out)
+        self._write_predicted_weights(out)
         return self.version
 
-    def _look_ahead(self, out: Tensor) -> None:
+    def _write_predicted_weights(self, out: Tensor) -> None:
         """Write predicted weights to `out`, shape [n].
 
         They are the weights after `look_ahead` times the step that the unfinished bucket would make.

@@ -85,9 +85,9 @@ class Channel:
         self._rehearsing = True
         self._next: Ticket | Evaluation | None = None
         # Set when the frame TICKET, EVAL or DONE has arrived, or when the channel has ended.
-        self._told = threading.Event()
+        self._next_arrived = threading.Event()
         self._was_idle = False
-        self._gone = threading.Event()  # set once `leave` has finished
+        self._has_left = threading.Event()  # set once `leave` has finished
         self._error: Exception | None = None
         self._done = False
         self._closing = threading.Event()
@@ -145,7 +145,7 @@ class Channel:
             # Elastic workers connect to server 0 first, because it assigns their slots.
             first = worker if incarnation is None else 0
             for k in range(first, first + n_servers):
-                link = channel._join(rendezvous, k % n_servers, secret, transport, deadline)
+                link = channel._join_server(rendezvous, k % n_servers, secret, transport, deadline)
                 channel._links.append(link)
                 if link.incarnation != incarnation:
                     raise JoinLater(
@@ -164,13 +164,13 @@ class Channel:
         channel._start_threads()
         return channel
 
-    def _join(
+    def _join_server(
         self, rendezvous: str | Path, server: int, secret: bytes, transport: str, deadline: float
     ) -> Link:
         while True:
             sock, used_transport = connect_to_server(rendezvous, server, transport, deadline)
             try:
-                return self._shake_hands(sock, server, secret, used_transport)
+                return self._shake_hands_with_server(sock, server, secret, used_transport)
             # A server with too many new connections closes some of them without a reason.
             except Closed as error:
                 if time.monotonic() > deadline:
@@ -178,7 +178,9 @@ class Channel:
                     raise JoinRefused(reason) from None
             time.sleep(_REDIAL_S)
 
-    def _shake_hands(self, sock: socket.socket, server: int, secret: bytes, transport: str) -> Link:
+    def _shake_hands_with_server(
+        self, sock: socket.socket, server: int, secret: bytes, transport: str
+    ) -> Link:
         try:
             connection = Connection(sock, tick_s=1.0)
         except OSError as error:  # if the server has closed this connection already
@@ -214,10 +216,12 @@ class Channel:
     def _start_threads(self) -> None:
         """Compute the bounds of all shards, and start the threads that receive and send frames."""
         self._bounds = cut_into_shards(self.flat.layout.numel, self._links[0].shard_numel)
-        if self.flat.is_mirrored:
+        if self.flat.has_host_copies:
             pushes = self._push_buffers, self._push_shards, self._end_push
-            self._staging = Staging(self.flat, self._bounds, *pushes, self.scale, self._set_weight)
-            self._staging.fetch_initial()  # the warm-up copies the host's weights to the device
+            self._staging = Staging(
+                self.flat, self._bounds, *pushes, self.scale, self._store_push_weight
+            )
+            self._staging.copy_initial_tensors_to_host()  # the warm-up copies the host's weights to the device
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
         self._weight_bytes = get_tensor_bytes(self.flat.host.weights)
         self._grad_bytes = get_tensor_bytes(self.flat.host.grads)
@@ -230,8 +234,8 @@ class Channel:
             link.connection.silence_s = link.deadline_s
             link.receiver = self._start_thread(self._receive_frames, link)
             if link.server > 0:
-                self._start_thread(self._send_queued, link)
-        self._start_thread(self._keep_heartbeat)
+                self._start_thread(self._send_queued_frames, link)
+        self._start_thread(self._send_heartbeats)
 
     def _start_thread(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         thread = threading.Thread(target=target, args=args, daemon=True)
@@ -244,7 +248,7 @@ class Channel:
         return [link.transport for link in self._links]
 
     @property
-    def moved_bytes(self) -> list[int]:
+    def sent_and_received_bytes_by_server(self) -> list[int]:
         """Bytes sent to server 0, received from server 0, sent to server 1, ...
 
         Bytes before `wait_for_first_ticket` do not count.
@@ -262,7 +266,7 @@ class Channel:
         self.reset_counters()
         self._expect_reply()
         if self._staging is not None:
-            self._staging.accept_weights()
+            self._staging.start_accepting_weights()
         for link in reversed(self._links):  # server 0 comes last, because its reply starts the run
             self._send_frame(link, Frame(Kind.PULL))
         ticket = self._await_reply(time.perf_counter())
@@ -293,9 +297,9 @@ class Channel:
         if self._staging is not None:
             self._staging.weight = weight
         else:
-            self._set_weight(weight)
+            self._store_push_weight(weight)
 
-    def _set_weight(self, weight: torch.Tensor) -> None:
+    def _store_push_weight(self, weight: torch.Tensor) -> None:
         self._weight = float(weight)
 
     def push_pull(self) -> Ticket | Evaluation | None:
@@ -316,11 +320,11 @@ class Channel:
 
     def send_evaluation(self, results: dict[str, float | None]) -> Ticket | Evaluation | None:
         """Send the results of a requested evaluation, and wait for weights and the next ticket."""
-        self._told.clear()
+        self._next_arrived.clear()
         self._next = None
         if self._staging is not None:
             # The evaluation is over. So new weights may overwrite the evaluated weights.
-            self._staging.accept_weights()
+            self._staging.start_accepting_weights()
         self._send_frame(self._links[0], Frame(Kind.SCORE), json.dumps(results).encode())
         if self._error is not None:
             raise self._error
@@ -339,11 +343,11 @@ class Channel:
             self._send_farewell(Kind.LEAVE)
             for link in self._links:  # a server closes the connection once it has read LEAVE
                 link.receiver.join(_FAREWELL_S)
-                link.replied.set()
+                link.all_weights_arrived.set()
         finally:
-            self._told.set()
+            self._next_arrived.set()
             self._close_connections()
-            self._gone.set()
+            self._has_left.set()
 
     def rehearse_exchange(self) -> None:
         """Push and pull in a step of the warm-up, before `wait_for_first_ticket`.
@@ -356,7 +360,7 @@ class Channel:
         if self._error is not None:
             raise self._error
         if self._staging is not None:
-            self._staging.deliver_weights()
+            self._staging.make_stream_wait_for_weights()
 
     def close(self) -> None:
         """Close all connections and stop the threads. At the run's end, say goodbye to the servers first."""
@@ -368,7 +372,7 @@ class Channel:
                 sent.wait(_FAREWELL_S)
             self._send_farewell(Kind.BYE)
         if isinstance(self._error, Left):  # another thread waits until the servers have read LEAVE
-            self._gone.wait(_FAREWELL_S)
+            self._has_left.wait(_FAREWELL_S)
         self._close_connections()
 
     def _send_farewell(self, kind: Kind) -> None:
@@ -390,10 +394,10 @@ class Channel:
     # --- pushing gradients and buffers ------------------------------------------------------------
 
     def _expect_reply(self) -> None:
-        self._told.clear()
+        self._next_arrived.clear()
         self._next = None
         for link in self._links:
-            link.expect_all()
+            link.expect_all_weights()
         # The error is checked after the events were cleared: a later error sets these events again.
         if self._error is not None:
             raise self._error
@@ -410,7 +414,7 @@ class Channel:
         else:
             self._expect_reply()
             if self._unscaler is not None:
-                self._unscaler.begin(self.scale)
+                self._unscaler.begin_step(self.scale)
                 self._unscaler.unscale(self.flat.grads)
                 overflowed = bool(self._unscaler.found)
             if not overflowed:
@@ -420,7 +424,7 @@ class Channel:
                 self._end_push(overflowed)
         if self.scale is not None:
             self.scale.update(overflowed)
-        self._join_senders()
+        self._wait_for_senders()
 
     def _end_push(self, overflowed: bool) -> None:
         """Request that every server applies the push, or drops it if a gradient overflowed."""
@@ -449,11 +453,13 @@ class Channel:
             if not mine:
                 continue
             if link.server == 0:
-                self._push_to(link, mine, self._ticket)
+                self._push_shards_to_server(link, mine, self._ticket)
             else:
-                link.to_send.put(lambda x=link, m=mine, t=self._ticket: self._push_to(x, m, t))
+                link.to_send.put(
+                    lambda x=link, m=mine, t=self._ticket: self._push_shards_to_server(x, m, t)
+                )
 
-    def _push_to(self, link: Link, shards: range, ticket: int) -> None:
+    def _push_shards_to_server(self, link: Link, shards: range, ticket: int) -> None:
         if link.transport == "shm":
             self._send_frame(
                 link, Frame(Kind.PUSH, shards.start, len(shards), ticket, weight=self._weight)
@@ -476,16 +482,16 @@ class Channel:
         """
         link.to_send.put(lambda: self._send_frame(link, frame))
 
-    def _send_queued(self, link: Link) -> None:
+    def _send_queued_frames(self, link: Link) -> None:
         while (job := link.to_send.get()) is not None:
             try:
                 job()
             # The thread that uses the channel raises this error later.
             except Exception as error:
-                self._fail(error)
+                self._end_with_error(error)
                 return
 
-    def _join_senders(self) -> None:
+    def _wait_for_senders(self) -> None:
         """Wait until all shards for servers other than 0 are sent."""
         sent = []
         for link in self._links[1:]:
@@ -503,21 +509,21 @@ class Channel:
         except Closed as error:
             # The server may have sent a reason before it closed the connection. The receiver reads it.
             link.receiver.join(link.deadline_s)
-            self._fail(ServerLost(f"server {link.server} was lost: {error}"))
+            self._end_with_error(ServerLost(f"server {link.server} was lost: {error}"))
             raise self._error from None
 
     # --- replies of the servers -------------------------------------------------------------------
 
     def _await_reply(self, pushed_at: float) -> Ticket | Evaluation | None:
         if not self._done:
-            self._told.wait()
+            self._next_arrived.wait()
         if self._error is None and isinstance(self._next, Ticket):
             self._await_weights()
         self.wait_s += time.perf_counter() - pushed_at
         if self._error is not None:
             raise self._error
         if self._staging is not None:
-            self._staging.deliver_weights()
+            self._staging.make_stream_wait_for_weights()
         if self._done:
             return None
         if isinstance(self._next, Ticket):
@@ -528,7 +534,7 @@ class Channel:
         """Wait until all expected weights have arrived, or the training is over."""
         for link in self._links:
             if not self._done:  # after the end of the training, no more weights arrive
-                link.replied.wait()
+                link.all_weights_arrived.wait()
 
     def _receive_frames(self, link: Link) -> None:
         """Receive and handle the frames of one server, in a thread of its own."""
@@ -537,30 +543,30 @@ class Channel:
                 self._handle_frame(link, link.connection.receive())
         except (Closed, Silent, ProtocolError) as error:
             if not self._closing.is_set() and not self._done:
-                self._fail(ServerLost(f"server {link.server} was lost: {error}"))
+                self._end_with_error(ServerLost(f"server {link.server} was lost: {error}"))
         except Exception as error:  # RunEnded, or an error while weights are copied to the device
-            self._fail(error)
+            self._end_with_error(error)
 
     def _handle_frame(self, link: Link, frame: Frame) -> None:
         kind = frame.kind
         if kind is Kind.OK:
-            self._take_weights(link, frame)
+            self._receive_weights(link, frame)
         elif kind is Kind.TICKET:
-            self._take_ticket(Ticket(*unpack_ticket(link.connection.read_payload(frame.length))))
+            self._accept_ticket(Ticket(*unpack_ticket(link.connection.read_payload(frame.length))))
         elif kind is Kind.ACK:
             # If server 0 has closed its connection, the thread that receives from server 0 gets the reason.
             with contextlib.suppress(Closed):
                 self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
         elif kind is Kind.WAIT:
-            self._go_idle(link)
+            self._record_missing_ticket(link)
         elif kind is Kind.INIT:
             # If the server has closed the connection, a frame that it sent before has the reason.
             with contextlib.suppress(Closed):
-                self._send_initial(link)
+                self._send_initial_tensors(link)
         elif kind is Kind.EVAL:
-            self._go_idle(link)
+            self._record_missing_ticket(link)
             self._next = Evaluation(frame.shard)
-            self._told.set()
+            self._next_arrived.set()
         elif kind is Kind.DONE:
             self.evaluator = frame.shard
             self._end_training()
@@ -578,10 +584,10 @@ class Channel:
         for link in self._links[1:] if self._incarnation is not None else ():
             self._queue_frame(link, Frame(Kind.DONE))
         for link in self._links:  # the threads that set these events at other times may have ended
-            link.replied.set()
-        self._told.set()
+            link.all_weights_arrived.set()
+        self._next_arrived.set()
 
-    def _take_weights(self, link: Link, frame: Frame) -> None:
+    def _receive_weights(self, link: Link, frame: Frame) -> None:
         first, last = frame.shard, frame.shard + frame.count - 1
         if not link.shards.start <= first <= last < link.shards.stop:
             raise ProtocolError(
@@ -598,40 +604,40 @@ class Channel:
             target = self._grad_bytes if self._rehearsing else self._weight_bytes
             link.connection.receive_into(target[low:high])
         if self._staging is not None:
-            self._staging.take_weights(start, stop)
+            self._staging.copy_weights_to_device(start, stop)
         link.bytes_in += high - low
         self.version = frame.version
-        link.record_arrived(range(first, last + 1))
+        link.record_arrived_weights(range(first, last + 1))
 
-    def _take_ticket(self, ticket: Ticket) -> None:
+    def _accept_ticket(self, ticket: Ticket) -> None:
         if self._was_idle:
             self._was_idle = False
             for link in self._links[1:]:
                 self._queue_frame(link, Frame(Kind.PULL))
         self._next = ticket
-        self._told.set()
+        self._next_arrived.set()
 
-    def _go_idle(self, link: Link) -> None:
+    def _record_missing_ticket(self, link: Link) -> None:
         """Record that server 0 has no ticket for this worker at present.
 
         All weights are sent again with the next ticket. Server 0 sends WAIT first. Each other server repeats
         WAIT after the last weights that it had to send.
         """
-        link.expect_all()
+        link.expect_all_weights()
         if link.server == 0:
             self._was_idle = True
             for other in self._links[1:]:
-                other.expect_all(outdated=True)
+                other.expect_all_weights(outdated=True)
                 self._queue_frame(other, Frame(Kind.WAIT))
 
-    def _send_initial(self, link: Link) -> None:
+    def _send_initial_tensors(self, link: Link) -> None:
         """Send this worker's initial weights and buffers to one server.
 
         The server sends no other frame before it has received them.
         """
         host = self.flat.host
         if self._staging is not None:
-            self._staging.fetch_initial()
+            self._staging.copy_initial_tensors_to_host()
         shared = link.transport == "shm"
         if link.has_buffers:
             payload = b"" if shared else get_tensor_bytes(host.buffers)
@@ -641,25 +647,27 @@ class Channel:
             payload = b"" if shared else get_tensor_bytes(host.weights[start:stop])
             link.connection.send(Frame(Kind.INIT, shard, 1), payload)
 
-    def _fail(self, error: Exception) -> None:
+    def _end_with_error(self, error: Exception) -> None:
         with self._lock:
             if self._error is not None:
                 return
             self._error = error
         for link in self._links:
-            link.replied.set()
+            link.all_weights_arrived.set()
             # Send the other servers the reason, so that they do not report this worker as the cause.
             if isinstance(error, RunEnded):
                 with contextlib.suppress(Closed):
-                    link.connection.send_if_free(Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES])
+                    link.connection.send_unless_busy(
+                        Frame(Kind.ERR), str(error).encode()[:SMALL_BYTES]
+                    )
             link.connection.close()
-        self._told.set()
+        self._next_arrived.set()
 
-    def _keep_heartbeat(self) -> None:
+    def _send_heartbeats(self) -> None:
         interval_s = min(1.0, min(link.deadline_s for link in self._links) / 4)
         while not self._closing.wait(interval_s):
             for link in self._links:
                 try:
-                    link.connection.send_if_free(Frame(Kind.HEARTBEAT))
+                    link.connection.send_unless_busy(Frame(Kind.HEARTBEAT))
                 except Closed:
                     return  # the thread that receives from this server reports the reason

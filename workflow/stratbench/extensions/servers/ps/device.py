@@ -26,7 +26,7 @@ BUCKET_BYTES = 16 << 20
 BucketBounds = list[tuple[int, int]]
 
 
-def group_shards(bounds: ShardBounds, itemsize: int) -> BucketBounds:
+def group_shards_into_buckets(bounds: ShardBounds, itemsize: int) -> BucketBounds:
     """Group successive shards into buckets of about `BUCKET_BYTES`.
 
     Args:
@@ -64,7 +64,7 @@ class Countdown:
         self._left = list(self._total)
         self._final: set[int] = set()
 
-    def mark_final(self, parameter: int) -> list[int]:
+    def mark_gradient_final(self, parameter: int) -> list[int]:
         """Mark a parameter's gradient as final, and return the buckets that it completes.
 
         Raises:
@@ -119,7 +119,7 @@ class Staging:
         self._unscaler = None if scale is None else Unscaler(flat.device)
         # The host's copy of the flag that says whether a gradient overflowed.
         self._found = make_host_scalar(flat.device)
-        self._buckets = group_shards(bounds, flat.grads.element_size())
+        self._buckets = group_shards_into_buckets(bounds, flat.grads.element_size())
         self._edges = [(bounds[a][0], bounds[b - 1][1]) for a, b in self._buckets]
         spans = [
             (start, start + p.numel())
@@ -153,18 +153,18 @@ class Staging:
 
         A bucket is copied as soon as its gradients are final.
         """
-        self._begin()
+        self._begin_push()
         self.armed = True
 
-    def _begin(self) -> None:
+    def _begin_push(self) -> None:
         self._countdown.reset()
         self._waiting = set(range(len(self._buckets)))
         self._error = None
         if self._unscaler is not None:
             self.overflowed = False
             with torch.cuda.stream(self._stream):
-                self._unscaler.begin(self._scale)
-        self._sender = threading.Thread(target=self._send_copied, daemon=True)
+                self._unscaler.begin_step(self._scale)
+        self._sender = threading.Thread(target=self._send_copied_tensors, daemon=True)
         self._sender.start()
         if self.weight is not None:
             self._copy_tensor(
@@ -175,7 +175,7 @@ class Staging:
 
     def _handle_final_gradient(self, parameter: int) -> None:
         if self.armed:
-            for bucket in self._countdown.mark_final(parameter):
+            for bucket in self._countdown.mark_gradient_final(parameter):
                 self._copy_bucket(bucket)
 
     def _copy_bucket(self, bucket: int) -> None:
@@ -210,7 +210,7 @@ class Staging:
             arrived.record()
         self._copied.put((arrived, send))
 
-    def _send_copied(self) -> None:
+    def _send_copied_tensors(self) -> None:
         try:
             # A new thread has device 0 as its current device.
             torch.cuda.set_device(self._flat.device)
@@ -223,14 +223,14 @@ class Staging:
 
     def finish_push(self) -> None:
         """Copy the buckets that were not copied during backward, and wait until all are sent."""
-        self.accept_weights()  # backward no longer needs the old weights
+        self.start_accepting_weights()  # backward no longer needs the old weights
         if not self.armed:
-            self._begin()
+            self._begin_push()
         self.armed = False
         for bucket in sorted(self._waiting, reverse=True):
             self._copy_bucket(bucket)
         if self._unscaler is not None:
-            self._copy_tensor(self._unscaler.found, self._found, self._judge)
+            self._copy_tensor(self._unscaler.found, self._found, self._report_overflow)
         self._copied.put(None)
         self._sender.join()
         # After an error, the sending thread leaves items in the queue.
@@ -239,16 +239,16 @@ class Staging:
         if self._error is not None:
             raise self._error
 
-    def _judge(self) -> None:
+    def _report_overflow(self) -> None:
         self.overflowed = bool(self._found)
         self._end_push(self.overflowed)
 
-    def fetch_initial(self) -> None:
+    def copy_initial_tensors_to_host(self) -> None:
         """Copy the model's initial weights and float buffers to the host."""
         self._flat.host.weights.copy_(self._flat.weights)
         self._flat.host.buffers.copy_(self._flat.buffers)
 
-    def accept_weights(self) -> None:
+    def start_accepting_weights(self) -> None:
         """Allow that weights are copied to the device as soon as they arrive.
 
         Copies start after the current stream's work. Call this method when no kernel reads the old weights
@@ -258,10 +258,10 @@ class Staging:
         with self._arrivals:
             self._accepting = True
             for start, stop in self._early:
-                self._copy_back(start, stop)
+                self._start_weight_copy(start, stop)
             self._early.clear()
 
-    def take_weights(self, start: int, stop: int) -> None:
+    def copy_weights_to_device(self, start: int, stop: int) -> None:
         """Copy weights `start` to `stop` - 1 from the host to the device.
 
         While a backward may read the old weights, the copy is left to the next `accept_weights`. Any thread
@@ -269,18 +269,18 @@ class Staging:
         """
         with self._arrivals:
             if self._accepting:
-                self._copy_back(start, stop)
+                self._start_weight_copy(start, stop)
             else:
                 self._early.append((start, stop))
 
-    def _copy_back(self, start: int, stop: int) -> None:
+    def _start_weight_copy(self, start: int, stop: int) -> None:
         torch.cuda.set_device(self._flat.device)  # a new thread has device 0 as its current device
         with torch.cuda.stream(self._back):
             self._flat.weights[start:stop].copy_(
                 self._flat.host.weights[start:stop], non_blocking=True
             )
 
-    def deliver_weights(self) -> None:
+    def make_stream_wait_for_weights(self) -> None:
         """Make the current stream wait until the arrived weights are on the device.
 
         The host does not wait.

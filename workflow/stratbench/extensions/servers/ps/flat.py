@@ -16,7 +16,11 @@ from stratbench.extensions.servers.wire.shm import (
     allocate_flat_tensors,
     get_dtype_name,
 )
-from stratbench.workload.flat import compute_flat_offsets, copy_into_flat, get_flat_view
+from stratbench.workload.flat import (
+    compute_flat_offsets_and_length,
+    copy_into_flat_tensor,
+    view_part_of_flat_tensor,
+)
 
 #: First element and end of each shard in the flat tensor.
 ShardBounds = list[tuple[int, int]]
@@ -67,8 +71,8 @@ class FlatSpace:
             raise ValueError("the model has no trainable parameters")
         self.parameters = [p for _, p in named]
         buffers = [b for _, b in named_buffers]
-        self.starts, numel = compute_flat_offsets(self.parameters)
-        buffer_starts, buffer_numel = compute_flat_offsets(buffers)
+        self.starts, numel = compute_flat_offsets_and_length(self.parameters)
+        buffer_starts, buffer_numel = compute_flat_offsets_and_length(buffers)
         described = [
             (name, list(t.shape), list(t.stride()), start)
             for (name, t), start in zip(
@@ -84,20 +88,20 @@ class FlatSpace:
         )
         self.device = self.parameters[0].device
         self.host: FlatTensors = allocate(self.layout, shared)
-        self._place_on_device()
+        self._allocate_device_tensors()
         for parameter, start in zip(self.parameters, self.starts, strict=True):
-            parameter.data = copy_into_flat(parameter.data, self.weights, start)
-            parameter.grad = get_flat_view(parameter, self.grads, start)
+            parameter.data = copy_into_flat_tensor(parameter.data, self.weights, start)
+            parameter.grad = view_part_of_flat_tensor(parameter, self.grads, start)
         for buffer, start in zip(buffers, buffer_starts, strict=True):
-            buffer.data = copy_into_flat(buffer.data, self.buffers, start)
+            buffer.data = copy_into_flat_tensor(buffer.data, self.buffers, start)
         self._grads = [p.grad for p in self.parameters]
 
     @property
-    def is_mirrored(self) -> bool:
+    def has_host_copies(self) -> bool:
         """Whether `host` has copies of the tensors, because the model is on a GPU."""
         return self.weights is not self.host.weights
 
-    def _place_on_device(self) -> None:
+    def _allocate_device_tensors(self) -> None:
         host = self.host
         if self.device.type == "cpu":
             self.weights, self.grads, self.buffers = host.weights, host.grads, host.buffers

@@ -64,7 +64,7 @@ class StreamLane:
             self._wire = torch.empty(part, dtype=self._wire.dtype)
         self._buffers = torch.empty(layout.buffer_numel, dtype=DTYPES[layout.buffer_dtype])
 
-    def _numel(self, shard: int) -> int:
+    def _count_shard_elements(self, shard: int) -> int:
         start, stop = self._bounds[shard]
         return stop - start
 
@@ -73,16 +73,16 @@ class StreamLane:
         if shard == BUFFERS:
             return self._buffers
         start = 0 if self._first is None else self._bounds[shard][0] - self._first
-        return self._wire[start : start + self._numel(shard)]
+        return self._wire[start : start + self._count_shard_elements(shard)]
 
-    def moved_bytes(self, shard: int) -> int:
+    def count_pushed_bytes(self, shard: int) -> int:
         """Return the number of bytes that a push of a shard has.
 
         `BUFFERS` is the number of the float buffers.
         """
         return self._get_receive_buffer(shard).nbytes
 
-    def payload_bytes(self, moved_bytes: int) -> int:
+    def compute_payload_bytes(self, moved_bytes: int) -> int:
         """Return the length of the payload of a frame that pushes `moved_bytes` bytes."""
         return moved_bytes
 
@@ -98,15 +98,15 @@ class StreamLane:
         buffer = self._get_receive_buffer(shard)
         if buffer.dtype is self._grad.dtype or shard == BUFFERS:
             return buffer
-        return self._grad[: self._numel(shard)].copy_(buffer)
+        return self._grad[: self._count_shard_elements(shard)].copy_(buffer)
 
-    def take_weights(self, shard: int, out: Tensor) -> None:
+    def receive_initial_shard(self, shard: int, out: Tensor) -> None:
         """Receive the initial weights of a shard into `out`."""
         self._connection.receive_into(get_tensor_bytes(out))
 
     def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
         """Return a payload as long as a shard's weights, for a reply in the warm-up."""
-        return get_tensor_bytes(self._out[: self._numel(shard)])
+        return get_tensor_bytes(self._out[: self._count_shard_elements(shard)])
 
     def send_weights(
         self, slot: int, shards: list[int], weights: Weights, is_alive: Callable[[], bool]
@@ -122,7 +122,7 @@ class StreamLane:
         """
         sent_bytes = 0
         for shard in shards:
-            spare = self._out[: self._numel(shard)]
+            spare = self._out[: self._count_shard_elements(shard)]
             with weights.lend_weights(slot, shard, spare, is_alive) as (lent, version):
                 payload = get_tensor_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
@@ -139,10 +139,10 @@ class SharedLane:
     def __init__(self, connection: Connection, bounds: ShardBounds, memory: FlatTensors) -> None:
         self._connection, self._bounds, self._memory = connection, bounds, memory
 
-    def moved_bytes(self, shard: int) -> int:
+    def count_pushed_bytes(self, shard: int) -> int:
         return self.get_received_tensor(shard).nbytes
 
-    def payload_bytes(self, moved_bytes: int) -> int:
+    def compute_payload_bytes(self, moved_bytes: int) -> int:
         return 0
 
     def receive_shard(self, shard: int) -> None:
@@ -154,7 +154,7 @@ class SharedLane:
         start, stop = self._bounds[shard]
         return self._memory.grads[start:stop]
 
-    def take_weights(self, shard: int, out: Tensor) -> None:
+    def receive_initial_shard(self, shard: int, out: Tensor) -> None:
         start, stop = self._bounds[shard]
         out.copy_(self._memory.weights[start:stop])
 
@@ -177,10 +177,10 @@ class SharedLane:
             start, stop = self._bounds[shard]
             out = self._memory.weights[start:stop]
             versions[shard] = weights.view(slot, shard, out, is_alive)
-        for first, count in _group_consecutive(versions):
+        for first, count in _group_consecutive_shards(versions):
             version = min(versions[k] for k in range(first, first + count))
             self._connection.send(Frame(Kind.OK, first, count, version=version))
-        return sum(self.moved_bytes(shard) for shard in versions)
+        return sum(self.count_pushed_bytes(shard) for shard in versions)
 
 
 class ShardGroup(NamedTuple):
@@ -190,7 +190,7 @@ class ShardGroup(NamedTuple):
     count: int
 
 
-def _group_consecutive(shards: Iterable[int]) -> list[ShardGroup]:
+def _group_consecutive_shards(shards: Iterable[int]) -> list[ShardGroup]:
     """Return the groups of shards whose numbers are consecutive."""
     groups: list[ShardGroup] = []
     for shard in sorted(shards):
@@ -250,14 +250,18 @@ class Member:
         self.reader = threading.current_thread()
         self.sender: threading.Thread | None = None
         self.alive = True
-        self.pulled = False  # whether the worker has asked for weights, and so is ready to start
+        self.is_ready_to_start = (
+            False  # whether the worker has asked for weights, and so is ready to start
+        )
         self.idle = False  # whether the worker waits because no ticket was free
         # Epoch whose snapshot the worker evaluates at present. An evaluating worker is idle.
-        self.evaluates: int | None = None
+        self.evaluated_epoch: int | None = None
         self.ticket: int | None = None  # number of the worker's current ticket
-        self.next: Ticket | None = None  # ticket that is reserved for the worker as its next one
+        self.reserved_ticket: Ticket | None = (
+            None  # ticket that is reserved for the worker as its next one
+        )
         self.last_ticket = 0
-        self.todo: set[int] = set()  # shards of the current ticket that have not arrived
+        self.missing_shards: set[int] = set()  # shards of the current ticket that have not arrived
         #: With a loss scale, the pushed shards (and `BUFFERS`) until the worker sends APPLY or SKIP.
         self.held: list[int] = []
         self.weight = 1.0  # weight of the arriving push in an average of pushes
@@ -303,9 +307,9 @@ class Member:
     def assign_ticket(self, ticket: int, shards: range) -> None:
         """Set the worker's current ticket, and the shards to push for the ticket."""
         self.ticket = self.last_ticket = ticket
-        self.todo = set(shards)
+        self.missing_shards = set(shards)
 
-    def queue_item(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
+    def queue_reply(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
         """Append an item to the queue of replies to the worker.
 
         An item is a shard's number for its weights, a frame with its payload, or None as the end.
@@ -315,18 +319,18 @@ class Member:
 
     def queue_frame(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
         """Append a frame to the queue of replies to the worker."""
-        self.queue_item((frame, payload))
+        self.queue_reply((frame, payload))
 
     def end(self) -> None:
         """Append the end to the queue of replies to the worker. Later replies are not sent."""
-        self.queue_item(None)
+        self.queue_reply(None)
 
-    def drop_shards(self) -> None:
+    def stop_sending_weights(self) -> None:
         """Send no more weights to the worker, not even queued ones. Other frames are still sent."""
         self._mute = True
 
     @property
-    def has_queued(self) -> bool:
+    def has_queued_replies(self) -> bool:
         """Whether a reply to the worker is waiting to be sent."""
         return bool(self._outbox)
 
@@ -337,11 +341,11 @@ class Member:
         """
         while not self._ended:
             with self._sending:
-                self._send_queued(weights)
+                self._send_outbox(weights)
             if not self._ended:
                 self._wake.get()
 
-    def send_now(self, weights: Weights) -> None:
+    def send_queued_replies(self, weights: Weights) -> None:
         """Send the queued replies in this thread, unless the worker's sending thread is doing so.
 
         The thread that has received a push calls this method, because waking the other thread takes longer.
@@ -351,11 +355,11 @@ class Member:
         try:
             # From now on, silence counts against the worker.
             self.connection.waiting_since = time.monotonic()
-            self._send_queued(weights)
+            self._send_outbox(weights)
         finally:
             self._sending.release()
 
-    def _send_queued(self, weights: Weights) -> None:
+    def _send_outbox(self, weights: Weights) -> None:
         while self._outbox and not self._ended:
             shards = []
             while self._outbox and type(self._outbox[0]) is int and len(shards) < _RUN_SHARDS:

@@ -23,10 +23,10 @@ class Membership:
         self.places = places
         self.members: dict[int, Member] = {}  # members by worker number
         # The present worker of each slot. If none is present, the worker that had the slot last.
-        self._at: dict[int, Member] = {}
+        self._last_member_by_slot: dict[int, Member] = {}
 
     @property
-    def number_limit(self) -> int:
+    def worker_number_limit(self) -> int:
         """Exclusive upper bound of the workers' numbers."""
         return self.places
 
@@ -45,11 +45,11 @@ class Membership:
     def add_member(self, member: Member, slot: int) -> None:
         """Put a new worker into a slot."""
         member.place = slot
-        self.members[member.worker] = self._at[slot] = member
+        self.members[member.worker] = self._last_member_by_slot[slot] = member
 
     def get_member(self, slot: int) -> Member:
         """Return the present worker of a slot. If none is present, return the slot's last worker."""
-        return self._at[slot]
+        return self._last_member_by_slot[slot]
 
     @property
     def live_members(self) -> list[Member]:
@@ -59,9 +59,9 @@ class Membership:
     @property
     def ready_members(self) -> list[Member]:
         """The connected workers that have asked for weights."""
-        return [m for m in self.live_members if m.pulled]
+        return [m for m in self.live_members if m.is_ready_to_start]
 
-    def may_start(self, n_lost: int) -> bool:
+    def may_training_start(self, n_lost: int) -> bool:
         """Return whether the training may begin after `n_lost` workers were lost."""
         return len(self.ready_members) + n_lost >= self.places
 
@@ -86,7 +86,7 @@ class OpenMembership(Membership):
     """
 
     @property
-    def number_limit(self) -> int:
+    def worker_number_limit(self) -> int:
         return 1 << 31
 
     def choose_slot(self, number: int) -> int:
@@ -98,7 +98,7 @@ class OpenMembership(Membership):
             ComeAgain: If no slot is free, or if the worker's old connection still exists.
         """
         known = self.members.get(number)
-        if known is None or known.pulled:
+        if known is None or known.is_ready_to_start:
             super().choose_slot(number)
         elif known.alive:
             raise ComeAgain(f"worker {number} is still connected; try again later")
@@ -108,7 +108,7 @@ class OpenMembership(Membership):
                 return slot
         raise ComeAgain(f"the cell has {self.places} slots, and all have workers; try again later")
 
-    def may_start(self, n_lost: int) -> bool:
+    def may_training_start(self, n_lost: int) -> bool:
         return bool(self.ready_members)
 
     def list_absent_slots(self, lost: Collection[int]) -> set[int]:

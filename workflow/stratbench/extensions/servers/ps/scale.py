@@ -50,7 +50,7 @@ class Unscaler:
         self.found = torch.zeros(1, device=device)
         self._inverse = torch.ones(1, device=device)
 
-    def begin(self, scale: LossScale) -> None:
+    def begin_step(self, scale: LossScale) -> None:
         """Start a new step, whose gradients are multiplied by this scale."""
         self.found.zero_()
         self._inverse.fill_(1 / scale.value)

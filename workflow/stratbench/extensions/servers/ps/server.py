@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.server_run import ServerRun
@@ -62,5 +62,5 @@ def run_server(
         listeners.close()
     statistics = run.statistics()
     if config.stats_path:
-        write_atomic(config.stats_path, json.dumps(statistics, indent=1))
+        write_text_atomically(config.stats_path, json.dumps(statistics, indent=1))
     return statistics

@@ -85,7 +85,7 @@ class ServerConfig:
             )
 
     @property
-    def lr_share(self) -> LrFactorOfPushes | None:
+    def lr_factor_by_push_count(self) -> LrFactorOfPushes | None:
         """Function from a shard's number of pushes to the schedule's factor on the learning rate.
 
         The property is None if the learning rate is constant.

@@ -33,7 +33,7 @@ from stratbench.extensions.servers.wire.frames import (
 )
 from stratbench.extensions.servers.wire.gate import Refusals
 from stratbench.extensions.servers.wire.handshake import accept_handshake
-from stratbench.extensions.servers.wire.transport import Awake, Closed, Connection, Silent
+from stratbench.extensions.servers.wire.transport import PauseDetector, Closed, Connection, Silent
 from stratbench.workload.generators import OTHER_START
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ServerRun:
     """
 
     #: Class that assigns slots to the workers of the run.
-    members_by: ClassVar[type[Membership]] = Membership
+    membership_class: ClassVar[type[Membership]] = Membership
     #: Number of starts of the servers, including this one. Only elastic servers are started again.
     incarnation = 1
 
@@ -77,7 +77,7 @@ class ServerRun:
             )
         self.epochs = EpochLog(self.plan, self._writer)
         self._lock = threading.Lock()
-        self._membership = self.members_by(config.workers)
+        self._membership = self.membership_class(config.workers)
         self._members = self._membership.members
         # Created when the first worker sends the sizes of its tensors. Until then they are unknown.
         self._store: Store | None = None
@@ -91,7 +91,7 @@ class ServerRun:
 
     def admit_connection(
         self, connection: Connection, hello: dict[str, Any], nonces: bytes, transport: str
-    ):
+    ) -> Callable[[], None]:
         """Admit a worker that has proved that it knows the job's secret.
 
         Args:
@@ -103,17 +103,19 @@ class ServerRun:
         Returns:
             The function that the connection's thread runs from then on.
         """
-        member = self._admit(connection, hello, transport)
+        member = self._admit_worker(connection, hello, transport)
         try:
             self._send_welcome(member, nonces)
         except Exception as error:
             self._lose_member(member, str(error))
             raise
-        return lambda: self._listen(member)
+        return lambda: self._serve_worker(member)
 
-    def _admit(self, connection: Connection, hello: dict[str, Any], transport: str) -> Member:
+    def _admit_worker(
+        self, connection: Connection, hello: dict[str, Any], transport: str
+    ) -> Member:
         c = self.config
-        peer = parse_hello(hello, self._membership.number_limit, transport)
+        peer = parse_hello(hello, self._membership.worker_number_limit, transport)
         worker, layout = peer.worker, peer.layout
         with self._lock:
             if self.over.is_set():  # otherwise a late worker would be the first of a new run
@@ -165,14 +167,14 @@ class ServerRun:
         } | self._make_welcome_additions(member)
         accept_handshake(connection, self._secret, nonces, welcome, store.limit_bytes)
         member.open_lane(store.bounds, store.layout, store.mine)
-        sender = threading.Thread(target=self._answer, args=(member,), daemon=True)
+        sender = threading.Thread(target=self._send_member_replies, args=(member,), daemon=True)
         sender.start()
         member.sender = sender  # after its start, because `close` may join the thread at any time
 
     def _make_welcome_additions(self, member: Member) -> dict[str, Any]:
         return {}
 
-    def _answer(self, member: Member) -> None:
+    def _send_member_replies(self, member: Member) -> None:
         try:
             member.send_replies(self._store)
         except Closed:
@@ -180,7 +182,7 @@ class ServerRun:
             pass
         except Exception as error:
             self._stop_after_error(error)
-            member.drop_shards()
+            member.stop_sending_weights()
             with contextlib.suppress(Closed):
                 member.send_replies(self._store)  # sends the error, which is the next queued reply
 
@@ -195,7 +197,7 @@ class ServerRun:
             Kind.HEARTBEAT: lambda member, frame: None,
         }
 
-    def _listen(self, member: Member) -> None:
+    def _serve_worker(self, member: Member) -> None:
         try:
             self._handle_frames(member)
         except Exception as error:
@@ -213,7 +215,7 @@ class ServerRun:
                 if not member.alive:
                     raise ProtocolError(f"{frame.kind.name} from a worker that was declared lost")
                 if frame.ticket == NO_TICKET and frame.kind in _OF_A_TICKET:
-                    self._rehearse(member, frame)
+                    self._rehearse_member_exchange(member, frame)
                 elif frame.kind is Kind.PUSH:
                     self._on_push(member, frame)
                 elif frame.kind is Kind.INIT:
@@ -262,8 +264,8 @@ class ServerRun:
             if member.idle:
                 member.idle = False
                 self._store.join(member.place)
-            elif not member.pulled:
-                member.pulled = True
+            elif not member.is_ready_to_start:
+                member.is_ready_to_start = True
                 self._add_ready_member(member)
 
     def _add_ready_member(self, member: Member) -> None:
@@ -282,18 +284,18 @@ class ServerRun:
             return
         if ready := self._membership.ready_members:
             self._initialiser = ready[0]
-            self._store.begin_filling()
+            self._store.expect_initial_tensors()
             ready[0].queue_frame(Frame(Kind.INIT))
 
     def _on_init(self, member: Member, frame: Frame) -> None:
         if member is not self._initialiser or self._initialised:
             raise ProtocolError("malformed frame: INIT was not requested from this worker")
-        initial = self._store.receive_initial_weights(frame, member.lane)
+        initial = self._store.receive_initial_tensor(frame, member.lane)
         with self._lock:
             # The worker may have been declared lost meanwhile. Then another worker sends the initial weights.
             if not member.alive:
                 raise ProtocolError("INIT from a worker that was declared lost")
-            if not self._store.store_initial(frame.shard, initial):
+            if not self._store.store_initial_tensor(frame.shard, initial):
                 return
             self._store.make_shards(self._make_shard)
             self._initialised = True
@@ -306,13 +308,18 @@ class ServerRun:
             self._start_if_ready()
 
     def _make_shard(self, number: int, weights: Tensor) -> Shard:
-        return Shard(number, self._make(weights), self._release, self.config.lr_share)
+        return Shard(
+            number,
+            self._make(weights),
+            self._queue_shard_for_worker,
+            self.config.lr_factor_by_push_count,
+        )
 
-    def _release(self, slot: int, shard: int) -> None:
-        self._membership.get_member(slot).queue_item(shard)
+    def _queue_shard_for_worker(self, slot: int, shard: int) -> None:
+        self._membership.get_member(slot).queue_reply(shard)
 
     def _start_if_ready(self) -> None:
-        may_start = self._initialised and self._membership.may_start(len(self.lost))
+        may_start = self._initialised and self._membership.may_training_start(len(self.lost))
         if self._started or not may_start:
             return
         self._started = True
@@ -344,20 +351,22 @@ class ServerRun:
         """
         if self.config.server == 0:
             with self._lock:
-                if member.alive and member.next is None and self._hands_out_tickets:
-                    member.next = self.tickets.take_next_ticket(member.worker, member.place)
+                if member.alive and member.reserved_ticket is None and self._hands_out_tickets:
+                    member.reserved_ticket = self.tickets.take_next_ticket(
+                        member.worker, member.place
+                    )
 
     @property
     def _hands_out_tickets(self) -> bool:
         """Whether workers still get tickets: True until the training is done."""
         return not self.done
 
-    def _rehearse(self, member: Member, frame: Frame) -> None:
+    def _rehearse_member_exchange(self, member: Member, frame: Frame) -> None:
         """Exchange as many bytes with a worker in the warm-up as in a training step.
 
         The bytes are neither applied nor counted.
         """
-        if member.pulled:
+        if member.is_ready_to_start:
             raise ProtocolError(f"malformed frame: {frame.kind.name} has no ticket")
         if frame.kind is Kind.PUSH:
             answered = self._store.list_pushed_shards(member, frame)
@@ -374,10 +383,14 @@ class ServerRun:
 
     def _on_push(self, member: Member, frame: Frame) -> None:
         self._check_ticket(member, frame)
-        if not member.scaled and frame.shard != BUFFERS and frame.count >= len(member.todo):
+        if (
+            not member.scaled
+            and frame.shard != BUFFERS
+            and frame.count >= len(member.missing_shards)
+        ):
             self._reserve_ticket(member)
         self._store.push(member, frame)
-        if not member.todo and not member.scaled:
+        if not member.missing_shards and not member.scaled:
             self._finish_push(member)
 
     def _on_apply_or_skip(self, member: Member, frame: Frame) -> None:
@@ -395,7 +408,7 @@ class ServerRun:
         self._complete_ticket(member)
         # If the worker has closed the connection, the thread that receives from the worker handles this.
         with contextlib.suppress(Closed):
-            member.send_now(self._store)
+            member.send_queued_replies(self._store)
 
     def _complete_ticket(self, member: Member) -> None:
         """Complete a worker's ticket, for which all shards of this server have arrived."""
@@ -421,15 +434,15 @@ class ServerRun:
                 f"malformed frame: SETTLE must go to server 0 and name another server, not {frame.shard}"
             )
         with self._lock:
-            if member.alive and frame.ticket in self.tickets.list_held(member.worker):
+            if member.alive and frame.ticket in self.tickets.list_held_tickets(member.worker):
                 self._settle_ticket(member.worker, frame.ticket, frame.shard)
 
     def _settle_ticket(self, worker: int, number: int, server: int) -> None:
-        self.tickets.record_settled(worker, number, server)
-        self._finish_if_over()
+        self.tickets.record_settled_ticket(worker, number, server)
+        self._finish_if_all_settled()
 
-    def _finish_if_over(self) -> None:
-        if self.tickets.all_settled:
+    def _finish_if_all_settled(self) -> None:
+        if self.tickets.are_all_settled:
             self._finish_training()
 
     def _finish_training(self) -> None:
@@ -444,8 +457,8 @@ class ServerRun:
         """Give a worker its next ticket, or tell it to wait if none is free. `_lock` is held."""
         if self.done:
             return
-        ticket, member.next = (
-            member.next or self.tickets.take_next_ticket(member.worker, member.place),
+        ticket, member.reserved_ticket = (
+            member.reserved_ticket or self.tickets.take_next_ticket(member.worker, member.place),
             None,
         )
         if ticket is not None:
@@ -543,10 +556,10 @@ class ServerRun:
                 if not self._tolerates_loss:
                     self._fail_run(f"step {step}: worker {member.worker} was lost ({reason})")
                     return
-                self._continue_without(member)
+                self._continue_without_member(member)
             self._end_run_if_empty()
 
-    def _continue_without(self, member: Member) -> None:
+    def _continue_without_member(self, member: Member) -> None:
         self.tickets.take_back_tickets(member.worker)
         if self._initialised:
             self._store.leave(member.place, lost=True)
@@ -558,7 +571,7 @@ class ServerRun:
     def _hand_tickets_to_idle(self) -> None:
         """Give tickets to the workers that wait because no ticket was free. `_lock` is held."""
         for other in self._membership.live_members if self.config.server == 0 else ():
-            if other.idle and other.evaluates is None:
+            if other.idle and other.evaluated_epoch is None:
                 self._hand_ticket(other)
 
     def _fail_run(self, message: str) -> None:
@@ -576,7 +589,7 @@ class ServerRun:
     def watch_members(self) -> None:
         """Send heartbeats and look for silent workers until the run is over."""
         interval_s = min(1.0, self.config.heartbeat_deadline_s / 4)
-        born, awake = time.monotonic(), Awake(interval_s)
+        born, awake = time.monotonic(), PauseDetector(interval_s)
         while not self.over.wait(interval_s):
             now = time.monotonic()
             self._lose_silent_members(now, awake.record_awake(now))
@@ -601,7 +614,7 @@ class ServerRun:
         for member in list(self._members.values()):
             if member.alive and member.compute_silence_s(now, awake_since) > deadline_s:
                 self._lose_member(member, f"no heartbeat for {deadline_s:g} s")
-            elif member.alive and not member.has_queued:
+            elif member.alive and not member.has_queued_replies:
                 member.queue_frame(Frame(Kind.HEARTBEAT))
 
     def close(self) -> None:

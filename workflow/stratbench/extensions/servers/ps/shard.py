@@ -57,10 +57,10 @@ class Shard:
         self._read_version = [0] * workers
         self._snapshots: list[Tensor] = []
         #: Whether workers read the weights themselves, and no prediction. They are then sent without a copy.
-        self._shows_weights = type(policy).view is Policy.view
-        self._borrowers = 0  # number of threads that are sending `self.policy.weights`
+        self._lends_own_weights = type(policy).view is Policy.view
+        self._n_borrowers = 0  # number of threads that are sending `self.policy.weights`
         # Number of threads that are sending a tensor that was `self.policy.weights` before, by its id.
-        self._lent_on: dict[int, int] = {}
+        self._n_borrowers_by_tensor_id: dict[int, int] = {}
         # A tensor that was `self.policy.weights` before and that no thread sends any more, for reuse.
         self._spare: Tensor | None = None
 
@@ -95,11 +95,11 @@ class Shard:
             if self._lr_share is not None:
                 self.policy.lr_share = self._lr_share(len(self._taken))
             self.policy.push_weight = weight
-            self._before_change()
+            self._save_weights_before_change()
             started = time.perf_counter()
             self._apply_gradient(worker, grad)
             self._waiting.add(worker)
-            self._release_ready()
+            self._release_ready_workers()
             self.apply_s += time.perf_counter() - started
 
     def _apply_gradient(self, worker: int, grad: Tensor | None) -> None:
@@ -113,7 +113,7 @@ class Shard:
         else:
             self.staleness[staleness] += 1
 
-    def _release_ready(self) -> None:
+    def _release_ready_workers(self) -> None:
         for worker in [w for w in self._waiting if self.policy.ready(w)]:
             self._waiting.discard(worker)
             self._release(worker, self.index)
@@ -129,9 +129,9 @@ class Shard:
             is_alive: Returns whether the worker is still part of the run.
         """
         with self._lock:
-            return self._view(worker, out, is_alive())
+            return self._write_weights(worker, out, is_alive())
 
-    def _view(self, worker: int, out: Tensor, alive: bool) -> int:
+    def _write_weights(self, worker: int, out: Tensor, alive: bool) -> int:
         """Write the weights that a worker reads to `out`, and return their version. `_lock` is held."""
         if not alive:
             out.copy_(self.policy.weights)
@@ -154,18 +154,18 @@ class Shard:
             is_alive: Returns whether the worker is still part of the run.
         """
         with self._lock:
-            if self._shows_weights:
+            if self._lends_own_weights:
                 lent, version = self.policy.weights, self.policy.version
-                self._borrowers += 1
+                self._n_borrowers += 1
                 if is_alive():
                     self._read_version[worker] = version
             else:
-                lent, version = spare, self._view(worker, spare, is_alive())
+                lent, version = spare, self._write_weights(worker, spare, is_alive())
         try:
             yield lent, version
         finally:
             with self._lock:
-                self._return_lent(lent)
+                self._return_lent_weights(lent)
 
     def join(self, worker: int) -> None:
         """Add a new or returning worker, and let it read the shard's weights at once."""
@@ -182,9 +182,9 @@ class Shard:
             if worker in self._left:
                 return
             self._left.add(worker)
-            self._before_change()
+            self._save_weights_before_change()
             self.policy.on_leave(worker)
-            self._release_ready()
+            self._release_ready_workers()
 
     @property
     def pushed_tickets(self) -> CompactIntSet:
@@ -218,7 +218,7 @@ class Shard:
     def finish(self) -> None:
         """End the training: remove all workers, and apply the gradients that the policy still holds."""
         with self._lock:
-            self._before_change()
+            self._save_weights_before_change()
             for worker in range(self.policy.hyper.workers):
                 if worker not in self._left:
                     self._left.add(worker)
@@ -243,23 +243,23 @@ class Shard:
         with self._lock:
             self._save_snapshots()
 
-    def _before_change(self) -> None:
+    def _save_weights_before_change(self) -> None:
         """Copy the weights before a change, if a snapshot or a sending thread needs them. `_lock` is held."""
         self._save_snapshots()
-        if self._borrowers:
+        if self._n_borrowers:
             weights = self.policy.weights
             fresh = torch.empty_like(weights) if self._spare is None else self._spare
-            self._lent_on[id(weights)], self._borrowers = self._borrowers, 0
+            self._n_borrowers_by_tensor_id[id(weights)], self._n_borrowers = self._n_borrowers, 0
             self.policy.weights, self._spare = fresh.copy_(weights), None
 
-    def _return_lent(self, lent: Tensor) -> None:
+    def _return_lent_weights(self, lent: Tensor) -> None:
         """Record that a thread has finished sending the tensor `lent`. `_lock` is held."""
         if lent is self.policy.weights:
-            self._borrowers -= 1
-        elif id(lent) in self._lent_on:
-            self._lent_on[id(lent)] -= 1
-            if not self._lent_on[id(lent)]:
-                del self._lent_on[id(lent)]
+            self._n_borrowers -= 1
+        elif id(lent) in self._n_borrowers_by_tensor_id:
+            self._n_borrowers_by_tensor_id[id(lent)] -= 1
+            if not self._n_borrowers_by_tensor_id[id(lent)]:
+                del self._n_borrowers_by_tensor_id[id(lent)]
                 # Reuse the tensor, because the first access to new memory is slow.
                 self._spare = lent
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.wire.shm import DTYPES, get_dtype_name
 from stratbench.workload.flat import get_tensor_bytes
@@ -35,7 +35,7 @@ def _get_buffers_path(folder: Path, epoch: int) -> Path:
     return folder / f"epoch{epoch}.buffers.npy"
 
 
-def _get_notice_path(folder: Path, epoch: int, server: int) -> Path:
+def _get_completion_mark_path(folder: Path, epoch: int, server: int) -> Path:
     return folder / f"epoch{epoch}.{server}.json"
 
 
@@ -82,9 +82,11 @@ class SnapshotWriter:
         self.folder, self._on_failure = Path(folder), on_failure
         self.folder.mkdir(parents=True, exist_ok=True)
         self._server, self._n_servers = server, n_servers
-        self._queue_frame: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._start_thread = threading.Thread(target=self._write_all, name="snapshots", daemon=True)
-        self._start_thread.start()
+        self._snapshot_requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._write_requested_snapshots, name="snapshots", daemon=True
+        )
+        self._thread.start()
 
     def request_snapshot(
         self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None
@@ -104,21 +106,21 @@ class SnapshotWriter:
             stop = start + shard.policy.weights.numel()
             shard.request_snapshot(weights[start:stop])
             start = stop
-        self._queue_frame.put((epoch, seconds, shards, weights, buffers))
+        self._snapshot_requests.put((epoch, seconds, shards, weights, buffers))
 
     def wait_for_snapshots(self) -> None:
         """Wait until all snapshots that were requested so far are on the disk."""
         done = threading.Event()
-        self._queue_frame.put(done)
+        self._snapshot_requests.put(done)
         done.wait()
 
     def close(self) -> None:
         """Wait until all snapshots are on the disk, and end the thread."""
-        self._queue_frame.put(None)
-        self._start_thread.join()
+        self._snapshot_requests.put(None)
+        self._thread.join()
 
-    def _write_all(self) -> None:
-        while (item := self._queue_frame.get()) is not None:
+    def _write_requested_snapshots(self) -> None:
+        while (item := self._snapshot_requests.get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
@@ -126,14 +128,16 @@ class SnapshotWriter:
             try:
                 for shard in shards:
                     shard.save_snapshots()
-                self._write(epoch, seconds, weights, buffers)
+                self._write_snapshot(epoch, seconds, weights, buffers)
             # Report any error and continue: `wait_for_snapshots` would wait forever for an ended thread.
             except Exception as error:
                 cause = getattr(error, "strerror", None) or error
                 reason = f"the snapshot of epoch {epoch + 1} could not be written to {self.folder}"
                 self._on_failure(f"{reason}: {cause}")
 
-    def _write(self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None) -> None:
+    def _write_snapshot(
+        self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None
+    ) -> None:
         _write_tensor(_get_weights_path(self.folder, epoch, self._server), weights)
         notice = {
             "epoch": epoch,
@@ -145,7 +149,9 @@ class SnapshotWriter:
         if buffers is not None:
             _write_tensor(_get_buffers_path(self.folder, epoch), buffers)
             notice["buffer_dtype"] = get_dtype_name(buffers.dtype)
-        write_atomic(_get_notice_path(self.folder, epoch, self._server), json.dumps(notice))
+        write_text_atomically(
+            _get_completion_mark_path(self.folder, epoch, self._server), json.dumps(notice)
+        )
 
 
 class Snapshot(NamedTuple):
@@ -174,7 +180,7 @@ def load_snapshot(folder: str | Path, epoch: int, wait_s: float = 0.0) -> Snapsh
     folder, deadline = Path(folder), time.monotonic() + wait_s
     notices, n_servers = [], 1
     while len(notices) < n_servers:
-        path = _get_notice_path(folder, epoch, len(notices))
+        path = _get_completion_mark_path(folder, epoch, len(notices))
         if path.exists():
             notices.append(json.loads(path.read_text(encoding="utf-8")))
             n_servers = notices[0]["n_servers"]

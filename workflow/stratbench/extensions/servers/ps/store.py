@@ -82,25 +82,25 @@ class Store:
         self.buffers = BufferMean(buffers) if layout.buffer_numel and server == 0 else None
         self._to_fill: set[int] = set()
 
-    def begin_filling(self) -> None:
+    def expect_initial_tensors(self) -> None:
         """Prepare to receive the initial weights and buffers from one worker."""
         self._to_fill = set(self.mine) | ({BUFFERS} if self.buffers is not None else set())
 
-    def receive_initial_weights(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
+    def receive_initial_tensor(self, frame: Frame, lane: StreamLane | SharedLane) -> Tensor:
         """Receive the initial weights of a shard, or the initial buffers, and return them."""
         if frame.shard not in self._to_fill:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard} was not requested")
         if frame.shard == BUFFERS:
-            check_payload_length(frame, lane.payload_bytes(self.layout.buffer_bytes))
+            check_payload_length(frame, lane.compute_payload_bytes(self.layout.buffer_bytes))
             lane.receive_shard(BUFFERS)
             return lane.get_received_tensor(BUFFERS)
         start, stop = self.bounds[frame.shard]
         weights = torch.empty(stop - start, dtype=DTYPES[self.layout.dtype])
-        check_payload_length(frame, lane.payload_bytes(weights.nbytes))
-        lane.take_weights(frame.shard, weights)
+        check_payload_length(frame, lane.compute_payload_bytes(weights.nbytes))
+        lane.receive_initial_shard(frame.shard, weights)
         return weights
 
-    def store_initial(self, shard: int, initial: Tensor) -> bool:
+    def store_initial_tensor(self, shard: int, initial: Tensor) -> bool:
         """Store the initial weights of a shard, or the initial buffers (`BUFFERS`).
 
         The result is whether the initial weights of all shards and the buffers have arrived.
@@ -135,8 +135,8 @@ class Store:
                     f"malformed frame: PUSH of shards {first} to {last}, which this server does not have"
                 )
             numbers = list(range(first, last + 1))
-        moved_bytes = sum(member.lane.moved_bytes(k) for k in numbers)
-        check_payload_length(frame, member.lane.payload_bytes(moved_bytes))
+        moved_bytes = sum(member.lane.count_pushed_bytes(k) for k in numbers)
+        check_payload_length(frame, member.lane.compute_payload_bytes(moved_bytes))
         return numbers
 
     def push(self, member: Member, frame: Frame) -> None:
@@ -145,18 +145,18 @@ class Store:
         If the worker has a loss scale, they are stored until `apply_push` or `skip_ticket` is called.
         """
         for shard in self.list_pushed_shards(member, frame):
-            if shard != BUFFERS and shard not in member.todo:
+            if shard != BUFFERS and shard not in member.missing_shards:
                 raise ProtocolError(f"malformed frame: shard {shard} was pushed already")
             member.lane.receive_shard(shard)
             member.weight = frame.weight
-            member.bytes_in += member.lane.moved_bytes(shard)
+            member.bytes_in += member.lane.count_pushed_bytes(shard)
             if member.scaled:
                 member.held.append(shard)
             else:
-                self._receive_shard(member, frame.ticket, shard)
-            member.todo.discard(shard)
+                self._apply_received_shard(member, frame.ticket, shard)
+            member.missing_shards.discard(shard)
 
-    def _receive_shard(self, member: Member, ticket: int, shard: int) -> None:
+    def _apply_received_shard(self, member: Member, ticket: int, shard: int) -> None:
         received = member.lane.get_received_tensor(shard)
         if shard == BUFFERS:
             self.buffers.push(member.place, received, member.is_alive)
@@ -169,10 +169,10 @@ class Store:
         Raises:
             ProtocolError: If some of the ticket's shards have not arrived.
         """
-        if member.todo or not member.scaled:
+        if member.missing_shards or not member.scaled:
             raise ProtocolError("malformed frame: APPLY came before all shards of the push")
         for k in member.held:
-            self._receive_shard(member, ticket, k)
+            self._apply_received_shard(member, ticket, k)
         member.held.clear()
 
     def skip_ticket(self, member: Member, ticket: int) -> None:
@@ -180,9 +180,9 @@ class Store:
 
         All data stored for the ticket are dropped.
         """
-        for k in sorted(member.todo.union(member.held) - {BUFFERS}):
+        for k in sorted(member.missing_shards.union(member.held) - {BUFFERS}):
             self.shards[k].push(member.place, ticket, None, member.is_alive)
-        member.todo.clear()
+        member.missing_shards.clear()
         member.held.clear()
 
     def view(self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]) -> int:
@@ -255,8 +255,8 @@ class Store:
         return {
             "shard_numel": self.shard_numel,
             "updates": [s.policy.version for s in shards],
-            "staleness": [_list_counts(s.staleness) for s in shards],
-            "staleness_all_shards": _list_counts(total),
+            "staleness": [_convert_counts_to_list(s.staleness) for s in shards],
+            "staleness_all_shards": _convert_counts_to_list(total),
             "dropped": [s.dropped for s in shards],
             "apply_s": sum(s.apply_s for s in shards),
         }
@@ -277,7 +277,7 @@ class EpochLog:
         self._seen = CompactIntSet()
         #: Number of completed tickets at which the next epoch ends.
         self._next_end = 0
-        self._set_next_end()
+        self._set_next_epoch_end()
 
     @property
     def is_complete(self) -> bool:
@@ -285,7 +285,11 @@ class EpochLog:
         return len(self._seen) == len(self._plan)
 
     def resume(
-        self, settled: Collection[int], ends: list[dict[str, float]], seconds: float, store: Store
+        self,
+        settled: Collection[int],
+        epoch_ends: list[dict[str, float]],
+        elapsed_s: float,
+        store: Store,
     ) -> None:
         """Restore the tickets and epochs that were completed before this server was started again.
 
@@ -293,52 +297,52 @@ class EpochLog:
 
         Args:
             settled: Numbers of the completed tickets.
-            ends: Recorded ends of epochs.
-            seconds: Seconds since the first ticket was handed out.
+            epoch_ends: Recorded ends of epochs.
+            elapsed_s: Seconds since the first ticket was handed out.
             store: Shards, of which a snapshot is taken.
         """
         for number in sorted(settled):
             self._seen.add(number)
-        for end in ends:
+        for end in epoch_ends:
             if self._next_end > len(self._seen):
                 break
             self.ends.append(end)
-            self._set_next_end()
-        self._end_complete_epochs(seconds, store)
+            self._set_next_epoch_end()
+        self._end_complete_epochs(elapsed_s, store)
 
-    def count_ticket(self, number: int, seconds: float, store: Store) -> None:
+    def count_ticket(self, number: int, elapsed_s: float, store: Store) -> None:
         """Count a completed ticket, and end each epoch whose tickets are now all completed.
 
         Args:
             number: Number of the ticket.
-            seconds: Seconds since the first ticket was handed out.
+            elapsed_s: Seconds since the first ticket was handed out.
             store: Shards, of which a snapshot is taken.
         """
         if not self._seen.add(number):
             return
         if self._plan.steps and not len(self._seen) % self._plan.slices_per_step:
-            self.step_ends_s.append(seconds)
-        self._end_complete_epochs(seconds, store)
+            self.step_ends_s.append(elapsed_s)
+        self._end_complete_epochs(elapsed_s, store)
 
-    def _end_complete_epochs(self, seconds: float, store: Store) -> None:
+    def _end_complete_epochs(self, elapsed_s: float, store: Store) -> None:
         if self.is_complete:
             for shard in store.shards.values():
                 shard.finish()
         while len(self._seen) >= self._next_end and len(self.ends) < self._plan.epochs:
-            self._end_epoch(len(self.ends), seconds, store)
-            self._set_next_end()
+            self._end_epoch(len(self.ends), elapsed_s, store)
+            self._set_next_epoch_end()
 
-    def _end_epoch(self, epoch: int, seconds: float, store: Store) -> None:
-        self.ends.append({"epoch": epoch, "end_s": seconds})
+    def _end_epoch(self, epoch: int, elapsed_s: float, store: Store) -> None:
+        self.ends.append({"epoch": epoch, "end_s": elapsed_s})
         if self._writer is not None:
             buffers = None if store.buffers is None else store.buffers.compute_mean()
-            self._writer.request_snapshot(epoch, seconds, list(store.shards.values()), buffers)
+            self._writer.request_snapshot(epoch, elapsed_s, list(store.shards.values()), buffers)
 
-    def _set_next_end(self) -> None:
+    def _set_next_epoch_end(self) -> None:
         if not self.is_complete:
             self._next_end += self._plan.count_epoch_tickets(len(self.ends))
 
 
-def _list_counts(counts: Counter[int]) -> list[int]:
+def _convert_counts_to_list(counts: Counter[int]) -> list[int]:
     """Convert counts by value to a list: element i is the count of i."""
     return [counts[value] for value in range(max(counts, default=-1) + 1)]

@@ -154,19 +154,23 @@ class Tickets:
         self._fresh: list[int] = []
         # Numbers of tickets to hand out again, each with the number of the lost worker that had it.
         self._returned: deque[tuple[int, int]] = deque()
-        self._held: dict[int, int] = {}  # number of the worker that has a ticket, by ticket
+        self._worker_by_ticket: dict[
+            int, int
+        ] = {}  # number of the worker that has a ticket, by ticket
         self._n_servers = n_servers
         # The servers that have received all gradients of a ticket, by ticket.
-        self._there: dict[int, set[int]] = {}
+        self._servers_by_ticket: dict[int, set[int]] = {}
 
     @property
-    def all_settled(self) -> bool:
+    def are_all_settled(self) -> bool:
         """Whether every ticket of the plan is completed."""
         return self.n_settled == len(self.plan)
 
-    def list_held(self, worker: int) -> list[int]:
+    def list_held_tickets(self, worker: int) -> list[int]:
         """Return the numbers of the tickets that a worker has at present, in ascending order."""
-        return sorted(number for number, holder in self._held.items() if holder == worker)
+        return sorted(
+            number for number, holder in self._worker_by_ticket.items() if holder == worker
+        )
 
     def take_next_ticket(self, worker: int, slot: int | None = None) -> Ticket | None:
         """Hand the next ticket to a worker, or return None if no ticket is free.
@@ -179,13 +183,13 @@ class Tickets:
             number, loser = self._returned.popleft()
             self.reassigned.append({"ticket": number, "from": loser, "to": worker})
         else:
-            number = self._take_fresh(worker if slot is None else slot)
+            number = self._take_unassigned_number(worker if slot is None else slot)
             if number is None:
                 return None
-        self._held[number] = worker
+        self._worker_by_ticket[number] = worker
         return self.plan.get_ticket(number)
 
-    def _take_fresh(self, slot: int) -> int | None:
+    def _take_unassigned_number(self, slot: int) -> int | None:
         slices = self.plan.slices_per_step
         while not self._fresh:
             first = self._next_step * slices
@@ -198,7 +202,7 @@ class Tickets:
         self._fresh.remove(number)
         return number
 
-    def record_settled(self, worker: int, number: int, server: int = 0) -> None:
+    def record_settled_ticket(self, worker: int, number: int, server: int = 0) -> None:
         """Record that a server has received all gradients of a ticket.
 
         The ticket is completed once all servers have recorded it.
@@ -211,13 +215,13 @@ class Tickets:
         Raises:
             KeyError: If the worker does not hold the ticket.
         """
-        if self._held.get(number) != worker:
+        if self._worker_by_ticket.get(number) != worker:
             raise KeyError(f"worker {worker} does not have ticket {number} at present")
-        servers = self._there.setdefault(number, set())
+        servers = self._servers_by_ticket.setdefault(number, set())
         servers.add(server)
         if len(servers) < self._n_servers:
             return
-        del self._held[number], self._there[number]
+        del self._worker_by_ticket[number], self._servers_by_ticket[number]
         self.settled_by[number] = worker
         self.n_settled += 1
 
@@ -232,9 +236,9 @@ class Tickets:
 
         Other workers get these tickets.
         """
-        lost = self.list_held(worker)
+        lost = self.list_held_tickets(worker)
         for number in lost:
-            del self._held[number]
-            self._there.pop(number, None)
+            del self._worker_by_ticket[number]
+            self._servers_by_ticket.pop(number, None)
             self._returned.append((number, worker))
         return lost

@@ -91,7 +91,7 @@ class Header:
         self._mac = hashlib.blake2b(digest_size=MAC_BYTES, key=key)
         self.seq = 0
 
-    def _compute_tag(self, fields: bytes | memoryview) -> bytes:
+    def _compute_header_tag(self, fields: bytes | memoryview) -> bytes:
         mac = self._mac.copy()
         mac.update(fields)
         return mac.digest()
@@ -100,7 +100,7 @@ class Header:
         """Return a frame's header as bytes, and advance the sequence number."""
         fields = _FIELDS.pack(MAGIC, PROTOCOL, *frame, self.seq)
         self.seq += 1
-        return fields + self._compute_tag(fields)
+        return fields + self._compute_header_tag(fields)
 
     def unpack_frame(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
         """Return the frame of a header, and whether the peer sent this frame before.
@@ -117,7 +117,7 @@ class Header:
             raise ProtocolError(
                 f"malformed frame: protocol version {protocol}, expected {PROTOCOL}"
             )
-        tag = self._compute_tag(memoryview(head)[: _FIELDS.size])
+        tag = self._compute_header_tag(memoryview(head)[: _FIELDS.size])
         if not hmac.compare_digest(bytes(head[_FIELDS.size :]), tag):
             raise ProtocolError(
                 "malformed frame: its authentication tag is wrong for this connection"
@@ -154,7 +154,11 @@ def pack_ticket(number: int, epoch: int, step: int, slice_: int) -> bytes:
     return _TICKET.pack(number, epoch, step, slice_)
 
 
-def unpack_ticket(payload: bytes) -> tuple[int, int, int, int]:
+#: Number of a ticket, its epoch, the step of the epoch, and the slice of the step.
+TicketNumbers = tuple[int, int, int, int]
+
+
+def unpack_ticket(payload: bytes) -> TicketNumbers:
     """Return a ticket's number, epoch, step and slice from a TICKET frame's payload.
 
     Raises:

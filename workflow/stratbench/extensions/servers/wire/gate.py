@@ -110,33 +110,33 @@ class Gate:
         except OSError as error:
             if error.errno in _EXHAUSTED:  # the connection stays queued until others have ended
                 self._refusals.add_refusal("a connection", f"accept failed: {error.strerror}")
-                self._dismiss_oldest()
+                self._close_oldest_unproved()
                 self._closed.wait(_EXHAUSTED_PAUSE_S)
             return  # after another error, the peer has closed the connection already
         transport = "shm" if local else "tcp"
         peer = "a local socket" if local else f"{address[0]}:{address[1]}"
         try:
             if local:
-                _check_user(sock)
+                _check_peer_user(sock)
             connection = Connection(sock, tick_s=min(1.0, self._deadline_s / 4))
             with self._lock:
                 crowded = len(self._pending) >= _MAX_PENDING
                 self._pending[connection] = None
             if crowded:
-                self._dismiss_oldest()
+                self._close_oldest_unproved()
             attend = threading.Thread(
                 target=self._handle_connection, args=(connection, transport, peer), daemon=True
             )
             try:
                 attend.start()
             except RuntimeError:  # the process cannot start more threads
-                self._forget_unproved(connection)
+                self._forget_unproved_connection(connection)
                 raise
         except (OSError, RuntimeError, ProtocolError) as error:
             self._refusals.add_refusal(peer, str(error))
             sock.close()
 
-    def _dismiss_oldest(self) -> None:
+    def _close_oldest_unproved(self) -> None:
         """Close the oldest connection whose peer has not proved yet that it knows the secret.
 
         The connection's thread counts the refusal.
@@ -147,7 +147,7 @@ class Gate:
                 del self._pending[oldest]
                 oldest.close()
 
-    def _forget_unproved(self, connection: Connection) -> bool:
+    def _forget_unproved_connection(self, connection: Connection) -> bool:
         """Remove a connection from those whose peer has not proved its secret yet.
 
         The result is whether the connection was one of them.
@@ -161,7 +161,7 @@ class Gate:
         try:
             serve = self._admit_peer(connection, transport, peer)
         finally:
-            self._forget_unproved(connection)
+            self._forget_unproved_connection(connection)
         if serve is not None:
             serve()
 
@@ -175,7 +175,7 @@ class Gate:
         try:
             hello, nonces = open_handshake(connection, self._secret)
             # `_dismiss_oldest` has closed this connection. The peer connects again.
-            if not self._forget_unproved(connection):
+            if not self._forget_unproved_connection(connection):
                 raise Closed("this connection was closed in favour of a newer one; connect again")
             serve = self._enter(connection, hello, nonces, transport)
         except ComeAgain as error:
@@ -192,7 +192,7 @@ class Gate:
         return serve
 
 
-def _check_user(sock: socket.socket) -> None:
+def _check_peer_user(sock: socket.socket) -> None:
     """Raise ProtocolError if the peer of a local socket is another user's process."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))

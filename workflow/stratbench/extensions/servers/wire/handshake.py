@@ -93,7 +93,7 @@ def _receive_payload(connection: Connection, kind: Kind, min_bytes: int) -> byte
     return connection.read_payload(frame.length)
 
 
-def _parse_object(payload: bytes) -> dict[str, Any]:
+def _parse_json_object(payload: bytes) -> dict[str, Any]:
     try:
         value = json.loads(payload)
     except ValueError:
@@ -111,7 +111,7 @@ def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any
     Raises:
         ProtocolError: If the worker does not know the secret or does not follow the protocol.
     """
-    connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
+    connection.set_frame_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonce = os.urandom(NONCE_BYTES)
     connection.send(Frame(Kind.CHALLENGE), nonce)
     body = _receive_payload(connection, Kind.HELLO, DIGEST_BYTES + NONCE_BYTES)
@@ -119,7 +119,7 @@ def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any
     payload = body[DIGEST_BYTES + NONCE_BYTES :]
     if not hmac.compare_digest(digest, _compute_proof(secret, b"worker", nonce + theirs, payload)):
         raise ProtocolError("the peer does not know this job's secret")
-    return _parse_object(payload), nonce + theirs
+    return _parse_json_object(payload), nonce + theirs
 
 
 def accept_handshake(
@@ -139,7 +139,7 @@ def accept_handshake(
         Frame(Kind.WELCOME), _compute_proof(secret, b"server", nonces, payload) + payload
     )
     to_server, to_worker = derive_session_keys(secret, nonces)
-    connection.use_keys(to_worker, to_server, limit_bytes)
+    connection.set_frame_keys(to_worker, to_server, limit_bytes)
 
 
 def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any])
     Raises:
         JoinRefused: If the server refuses the worker, with its reason, or does not know the secret.
     """
-    connection.use_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
+    connection.set_frame_keys(_NO_KEY, _NO_KEY, HELLO_BYTES)
     nonces = _receive_payload(connection, Kind.CHALLENGE, NONCE_BYTES)[:NONCE_BYTES] + os.urandom(
         NONCE_BYTES
     )
@@ -166,7 +166,7 @@ def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any])
         body[:DIGEST_BYTES], _compute_proof(secret, b"server", nonces, payload)
     ):
         raise JoinRefused("the server does not know this job's secret")
-    welcome = _parse_object(payload)
+    welcome = _parse_json_object(payload)
     to_server, to_worker = derive_session_keys(secret, nonces)
-    connection.use_keys(to_server, to_worker, int(welcome["limit_bytes"]))
+    connection.set_frame_keys(to_server, to_worker, int(welcome["limit_bytes"]))
     return welcome

@@ -39,26 +39,28 @@ class Link:
         self.awaited: set[int] = set()  # numbers of the shards whose weights have not arrived yet
         # Whether arriving weights do not count, because newer ones will follow.
         self.outdated = False
-        self.replied = threading.Event()  # set when the weights of all shards have arrived
+        self.all_weights_arrived = (
+            threading.Event()
+        )  # set when the weights of all shards have arrived
         self.lock = threading.Lock()  # guards `awaited`, `outdated` and `replied`
         # The thread that receives the server's frames.
         self.receiver: threading.Thread | None = None
         self.to_send: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
-    def expect_all(self, outdated: bool = False) -> None:
+    def expect_all_weights(self, outdated: bool = False) -> None:
         """Expect that the server sends the weights of all its shards.
 
         Args:
             outdated: Whether weights that arrive before the server's next WAIT do not count.
         """
         with self.lock:
-            self.replied.clear()
+            self.all_weights_arrived.clear()
             self.awaited = set(self.shards)
             self.outdated = outdated
 
-    def record_arrived(self, shards: range) -> None:
+    def record_arrived_weights(self, shards: range) -> None:
         """Record that the weights of some shards have arrived."""
         with self.lock:
             self.awaited.difference_update(shards)
             if not self.awaited and not self.outdated:
-                self.replied.set()
+                self.all_weights_arrived.set()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.servers.wire.frames import (
     HEADER_BYTES,
     PROTOCOL,
@@ -42,7 +42,7 @@ class Silent(ConnectionError):
     """Error if the peer has sent nothing until a deadline."""
 
 
-class Awake:
+class PauseDetector:
     """Detects pauses of this process, such as those of a suspended job or machine.
 
     After a pause, the silence of peers counts from its end, because they may have been paused as well.
@@ -94,14 +94,14 @@ class Connection:
         #: Seconds without an acknowledgement by the peer's host after which receiving raises Silent. None: no
         #: limit.
         self.vanished_s: float | None = None
-        self._awake = Awake(tick_s)
+        self._awake = PauseDetector(tick_s)
         self.last_heard = time.monotonic()
         #: Value of time.monotonic() since when a thread has been waiting for data. None: no thread waits.
         self.waiting_since: float | None = None
         self._head = bytearray(HEADER_BYTES)
         self._send_lock = threading.Lock()
 
-    def use_keys(self, sending_key: bytes, receiving_key: bytes, limit_bytes: int) -> None:
+    def set_frame_keys(self, sending_key: bytes, receiving_key: bytes, limit_bytes: int) -> None:
         """Set the keys that authenticate all later frames, and the limit of their payloads.
 
         Args:
@@ -147,7 +147,7 @@ class Connection:
             )
         return descriptors[0]
 
-    def send_if_free(self, frame: Frame, payload: bytes = b"") -> None:
+    def send_unless_busy(self, frame: Frame, payload: bytes = b"") -> None:
         """Send a small frame such as a heartbeat, unless another thread is sending at present.
 
         If another thread is sending, the peer hears from this process anyway.
@@ -241,11 +241,11 @@ class Connection:
         if (
             self.vanished_s is not None
             and now - heard > self.vanished_s
-            and self._is_unacknowledged()
+            and self._has_peer_host_vanished()
         ):
             raise Silent(f"the peer's host has not answered for {self.vanished_s:g} s")
 
-    def _is_unacknowledged(self) -> bool:
+    def _has_peer_host_vanished(self) -> bool:
         """Return whether the peer's host has not acknowledged sent data for `vanished_s` seconds.
 
         A host that is alive acknowledges data even if the receiving process is busy or stopped.
@@ -328,7 +328,7 @@ class Listeners:
             "boot_id": _read_boot_id(),
             "pid": os.getpid(),
         }
-        write_atomic(get_rendezvous_path(path, server), json.dumps(endpoint))
+        write_text_atomically(get_rendezvous_path(path, server), json.dumps(endpoint))
 
     def close(self) -> None:
         """Close the listening sockets."""

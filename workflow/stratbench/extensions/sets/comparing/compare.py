@@ -9,14 +9,14 @@ from pathlib import Path
 
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import describe_decisions
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import replace_control_characters, wrap_lines
-from stratbench.extensions.sets.archive import NAME, SetError, quote_untrusted
+from stratbench.extensions.sets.archive import NAME, SetError, quote_untrusted_value
 from stratbench.extensions.sets.comparing import figures, page, regression, tables
-from stratbench.extensions.sets.comparing.comparison import compare_result_sets, make_headline
+from stratbench.extensions.sets.comparing.comparison import compare_result_sets, describe_comparison
 from stratbench.extensions.sets.comparing.exploring import write_explore_page
 from stratbench.extensions.sets.comparing.union import decide_over_sets, iter_constraint_sentences
-from stratbench.extensions.sets.folders import claim_folder
+from stratbench.extensions.sets.folders import claim_output_folder
 from stratbench.extensions.sets.keys import EXPLORE, INDEX, PAGES
 from stratbench.extensions.sets.reading import ResultSet, read_set
 
@@ -24,7 +24,7 @@ from stratbench.extensions.sets.reading import ResultSet, read_set
 _MAX_FOLDER_NAME = 100
 
 
-def compare_sets(
+def compare_sets_with_first(
     sources_by_name: Mapping[str, str],
     out_root: Path,
     allowed_slowdown: float | None = None,
@@ -49,32 +49,34 @@ def compare_sets(
     for name in sources_by_name:
         if not NAME.fullmatch(name) or name.lower() in PAGES:
             raise SetError(
-                f"{quote_untrusted(name)} cannot be the name of a set; use letters, digits, '.', '_' and "
+                f"{quote_untrusted_value(name)} cannot be the name of a set; use letters, digits, '.', '_' and "
                 f"'-', and no name of a page ({' or '.join(PAGES)})"
             )
     prices, constraints = prices or {}, constraints or Constraints()
-    sets = [read_set_with_message(source, name) for name, source in sources_by_name.items()]
-    folder = out_root / make_folder_name(sources_by_name)
+    sets = [announce_and_read_set(source, name) for name, source in sources_by_name.items()]
+    folder = out_root / make_comparison_folder_name(sources_by_name)
     claim_comparison_folder(folder, sources_by_name)
     compared = [compare_result_sets(sets[0], other) for other in sets[1:]]
     decisions = decide_over_sets(sets, prices, constraints)
     watched = None
     if allowed_slowdown is not None:
-        watched = regression.watch_regressions(compared, allowed_slowdown)
+        watched = regression.find_regressions(compared, allowed_slowdown)
     sections = []
     for one in compared:
         tables.write_comparison_tables(one, folder)
         drawn = figures.draw_ratio_figures(one, folder, constraints.equivalence_margin)
-        sections.append(page.make_pair_section(one, drawn))
+        sections.append(page.collect_comparison_section_values(one, drawn))
     by_cost = bool(prices) or constraints.price_per_gpu_hour is not None
     sentences = list(iter_constraint_sentences(constraints, prices))
-    values = page.make_page_values(
+    values = page.collect_comparison_page_values(
         sets, sections, watched, allowed_slowdown, decisions, sentences, constraints, by_cost
     )
-    write_atomic(folder / INDEX, page.render_comparison_page(values))
+    write_text_atomically(folder / INDEX, page.render_comparison_page(values))
     write_explore_page(sets, folder / EXPLORE)
     for one in compared:
-        text = f"{one.other_set.name} compared with {one.first_set.name}: {make_headline(one)}"
+        text = (
+            f"{one.other_set.name} compared with {one.first_set.name}: {describe_comparison(one)}"
+        )
         print(replace_control_characters(wrap_lines([text])))
         for mean in one.strategy_means:
             if mean.gpus is None:
@@ -85,10 +87,10 @@ def compare_sets(
         answers = describe_decisions(decisions, [], constraints, sentences)
         print(replace_control_characters(answers))
     if watched is not None:
-        lines = regression.describe_watch(watched, allowed_slowdown)
+        lines = regression.describe_regressions(watched, allowed_slowdown)
         print(replace_control_characters(wrap_lines(lines)))
     print(folder / INDEX)
-    return 1 if watched and regression.has_failures(watched) else 0
+    return 1 if watched and regression.has_failing_outcome(watched) else 0
 
 
 def claim_comparison_folder(folder: Path, sources_by_name: Mapping[str, str]) -> None:
@@ -97,13 +99,13 @@ def claim_comparison_folder(folder: Path, sources_by_name: Mapping[str, str]) ->
     If the folder has the comparison of other sets, print a note that this is replaced.
     """
     sets = ", ".join(f"{name}={source}" for name, source in sources_by_name.items())
-    previous_sets = claim_folder(folder, sets)
+    previous_sets = claim_output_folder(folder, sets)
     if previous_sets not in ("", sets):
         text = f"{folder} had the comparison of {previous_sets}, which is now replaced"
         print(replace_control_characters(text), file=sys.stderr)
 
 
-def make_folder_name(names: Iterable[str]) -> str:
+def make_comparison_folder_name(names: Iterable[str]) -> str:
     """Return the name of the folder for a comparison. Sets with other names have another folder."""
     # The name of a set has no "+", so that the joined names are unique.
     name = "+".join(names)
@@ -112,7 +114,7 @@ def make_folder_name(names: Iterable[str]) -> str:
     return f"{name[:_MAX_FOLDER_NAME]}+{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-def read_set_with_message(source: str, name: str) -> ResultSet:
+def announce_and_read_set(source: str, name: str) -> ResultSet:
     """Print that a set is being read, which may take long, and return the set."""
     print(f"reading {name}: {source}", file=sys.stderr, flush=True)
     return read_set(source, name)

@@ -13,12 +13,12 @@ import numpy as np
 import pandas as pd
 
 from stratbench.analysis.records.collect import UNMEASURED
-from stratbench.analysis.records.groups import Group, Repeats, group_rows
+from stratbench.analysis.records.groups import Group, Repeats, map_rows_by_group
 from stratbench.analysis.records.score import Score, read_score
 from stratbench.analysis.tables.summary import (
-    describe_outcome,
-    format_outcome_kinds,
-    group_findings,
+    describe_outcomes_of_cells,
+    remove_outcome_counts,
+    group_severities_by_rule,
 )
 from stratbench.cell.text.words import format_count
 from stratbench.extensions.sets.comparing.matching import (
@@ -26,17 +26,17 @@ from stratbench.extensions.sets.comparing.matching import (
     Difference,
     Match,
     iter_differences,
-    list_groups_with_data,
+    map_groups_to_data_sets,
     match_cells,
-    merge_differences,
-    select_blocking_differences,
-    select_unstated_differences,
+    merge_equal_differences,
+    select_differences_preventing_ratio,
+    select_differences_stated_by_one_set,
 )
 from stratbench.extensions.sets.reading import ResultSet
 from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.moderated import ALPHA
 from stratbench.statistics.unpaired import (
-    compute_mean_of_logs,
+    compute_geometric_mean_from_logs,
     compute_mean_slowdown,
     compute_score_difference,
     compute_time_ratio,
@@ -59,12 +59,12 @@ class CellMeasurements:
     #: Outcomes of the failed repeats as text; empty if no repeat failed.
     failure_text: str = ""
     #: Whether at least one repeat finished, even if the audit rejects it.
-    all_finished: bool = True
+    has_finished_repeat: bool = True
     #: Names of the audit's rules that doubt the training times.
     doubtful_rules: tuple[str, ...] = ()
 
     @property
-    def time_outcome(self) -> str:
+    def time_status_text(self) -> str:
         """Text on the training times: `measured`, or the reason why there are none."""
         return self.failure_text or ("measured" if self.train_times_s else "rejected by the audit")
 
@@ -112,7 +112,7 @@ class ComparedCell:
         ):
             return describe_differences(self.work_differences)
         first, other = self.first_measurements, self.other_measurements
-        return f"{first.time_outcome} in one set, {other.time_outcome} in the other"
+        return f"{first.time_status_text} in one set, {other.time_status_text} in the other"
 
     @cached_property
     def time_ratio(self) -> IntervalEstimate | None:
@@ -202,7 +202,7 @@ class RankChange:
     @property
     def is_beyond_noise(self) -> bool:
         """Whether the change of order is no chance: the intervals of both ratios exclude 1."""
-        return self.ratio_in_first.excludes(1) and self.ratio_in_other.excludes(1)
+        return self.ratio_in_first.interval_excludes(1) and self.ratio_in_other.interval_excludes(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,11 +219,11 @@ class Comparison:
     strategy_means: tuple[StrategyMean, ...]
     rank_changes: tuple[RankChange, ...]
     #: Number of finished cells that only the first set has. All repeats count as one cell.
-    cells_only_in_first: int
+    num_cells_only_in_first: int
     #: Number of finished cells that only the other set has.
-    cells_only_in_other: int
+    num_cells_only_in_other: int
     #: Cells with a training time in the first set, but without a record in the other.
-    missing_groups: tuple[Group, ...]
+    cells_missing_in_other: tuple[Group, ...]
 
     @property
     def differences_by_effect(self) -> dict[str, tuple[Difference, ...]]:
@@ -245,7 +245,7 @@ class Comparison:
         return [cell for cell in self.common_cells if cell.no_ratio_reason]
 
 
-class Measurements:
+class SetMeasurements:
     """Measurements of the cells of one set. A group is all repeats of a cell."""
 
     def __init__(self, result_set: ResultSet) -> None:
@@ -253,11 +253,11 @@ class Measurements:
         self.repeats = Repeats(result_set.cells, findings)
         bad = result_set.cells[~result_set.cells["status"].isin(["ok", *UNMEASURED])]
         #: Rows of the repeats that failed, by group.
-        self.bad = group_rows(bad)
+        self.bad = map_rows_by_group(bad)
         doubtful = [finding for finding in findings if finding["severity"] == "warning"]
-        self.doubts = group_findings(doubtful, list_groups_with_data(result_set))
+        self.doubts = group_severities_by_rule(doubtful, map_groups_to_data_sets(result_set))
 
-    def measure_group(self, group: Group, score: Score) -> CellMeasurements:
+    def collect_group_measurements(self, group: Group, score: Score) -> CellMeasurements:
         """Return the times, scores, memory and outcomes of a group of repeats.
 
         Args:
@@ -272,8 +272,8 @@ class Measurements:
         return CellMeasurements(
             times,
             tuple(score.display_factor * value for value in scores),
-            self.repeats.compute_median(group, "peak_memory_bytes", "memory"),
-            "" if bad is None else format_outcome_kinds(describe_outcome(bad)),
+            self.repeats.compute_median_of_repeats(group, "peak_memory_bytes", "memory"),
+            "" if bad is None else remove_outcome_counts(describe_outcomes_of_cells(bad)),
             group in self.repeats.ok,
             tuple(self.doubts.get(("time", *group), ())),
         )
@@ -282,22 +282,24 @@ class Measurements:
 def compare_result_sets(first: ResultSet, other: ResultSet) -> Comparison:
     """Compare a result set with the first set."""
     matched = match_cells(first, other)
-    measured = Measurements(first), Measurements(other)
+    measured = SetMeasurements(first), SetMeasurements(other)
     scored = {name: read_score(rows) for name, rows in first.cells.groupby("experiment")}
     cells = []
     for match in matched:
         score = scored[match.first_group.experiment]
         differing = list(iter_differences(match, first, other))
-        work = select_blocking_differences(differing, first.is_published or other.is_published)
+        work = select_differences_preventing_ratio(
+            differing, first.is_published or other.is_published
+        )
         cells.append(
             ComparedCell(
                 match,
-                measured[0].measure_group(match.first_group, score),
-                measured[1].measure_group(match.other_group, score),
+                measured[0].collect_group_measurements(match.first_group, score),
+                measured[1].collect_group_measurements(match.other_group, score),
                 score,
                 work_differences=work,
                 unstated_differences=[
-                    d for d in select_unstated_differences(differing) if d not in work
+                    d for d in select_differences_stated_by_one_set(differing) if d not in work
                 ],
                 machine_differences=[
                     d for d in differing if d.kind not in WORK_DIFFERENCES.values()
@@ -311,18 +313,20 @@ def compare_result_sets(first: ResultSet, other: ResultSet) -> Comparison:
         first,
         other,
         tuple(cells),
-        machine_differences=merge_differences(
+        machine_differences=merge_equal_differences(
             d for cell in cells for d in cell.machine_differences
         ),
-        work_differences=merge_differences(d for cell in cells for d in cell.work_differences),
-        unstated_differences=merge_differences(
+        work_differences=merge_equal_differences(
+            d for cell in cells for d in cell.work_differences
+        ),
+        unstated_differences=merge_equal_differences(
             d for cell in cells for d in cell.unstated_differences
         ),
-        strategy_means=tuple(average_by_strategy(with_ratio)),
-        rank_changes=tuple(find_rank_changes(with_ratio)),
-        cells_only_in_first=len(alone),
-        cells_only_in_other=len(in_other.keys() - {match.other_group for match in matched}),
-        missing_groups=tuple(
+        strategy_means=tuple(average_ratios_by_strategy(with_ratio)),
+        rank_changes=tuple(iter_rank_changes(with_ratio)),
+        num_cells_only_in_first=len(alone),
+        num_cells_only_in_other=len(in_other.keys() - {match.other_group for match in matched}),
+        cells_missing_in_other=tuple(
             g for g in alone if measured[0].repeats.values(g, "train_time_s", "time")
         ),
     )
@@ -345,7 +349,7 @@ def shorten_field_path(field_path: str) -> str:
     return ".".join(parts[1:] if parts[0] in ("settings", "worker", "batch") else parts)
 
 
-def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
+def average_ratios_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
     """Yield the mean time ratio of each strategy, over all worker counts and for each."""
     by_strategy: dict[str, list[ComparedCell]] = defaultdict(list)
     for cell in cells:
@@ -356,7 +360,7 @@ def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
             here = [cell for cell in ratios if gpus in (None, cell.group.gpus)]
             rows = [(cell.group.model, math.log(cell.time_ratio.value)) for cell in here]
             by_model = pd.DataFrame(rows, columns=["model", "log"]).groupby("model")["log"].mean()
-            mean = compute_mean_of_logs(by_model.tolist())
+            mean = compute_geometric_mean_from_logs(by_model.tolist())
             pairs = [
                 (cell.other_measurements.train_times_s, cell.first_measurements.train_times_s)
                 for cell in here
@@ -364,7 +368,7 @@ def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
             # The error rate is divided by the number of strategies (Bonferroni), so that a wrong difference
             # of any strategy has at most the probability ALPHA.
             shared = compute_mean_slowdown(pairs, ALPHA / 2 / len(by_strategy))
-            apart = None if shared.low is None else shared.excludes(0.0)
+            apart = None if shared.low is None else shared.interval_excludes(0.0)
             if len(by_model) == 1:
                 ends = compute_mean_slowdown(pairs, ALPHA / 2)[1:]
                 mean = IntervalEstimate(
@@ -373,7 +377,7 @@ def average_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMean]:
             yield StrategyMean(strategy, gpus, mean, len(by_model), len(here), apart)
 
 
-def find_rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
+def iter_rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
     """Yield each pair of strategies whose order by time differs between the two sets."""
     comparisons: dict[tuple[str, str, str, int], list[ComparedCell]] = defaultdict(list)
     for cell in cells:
@@ -400,7 +404,7 @@ def find_rank_changes(cells: list[ComparedCell]) -> Iterator[RankChange]:
                 )
 
 
-def iter_main_results(comparison: Comparison) -> Iterator[str]:
+def iter_ratio_sentences(comparison: Comparison) -> Iterator[str]:
     """Yield sentences on equal times, and on the smallest and the largest mean time ratio."""
     first, other = comparison.first_set.name, comparison.other_set.name
     n = len(comparison.cells_with_ratio)
@@ -427,7 +431,7 @@ def iter_main_results(comparison: Comparison) -> Iterator[str]:
         significance = (
             "No ratio differs from 1 by more than the noise of repeats."
             if known
-            else "The noise is unknown, because a set has single repeats."
+            else "The noise is unknown, because a set has only one repeat per cell."
         )
         yield (
             f"Training in {other} takes {ratios} times as long as in {first}, depending on the strategy. "
@@ -450,7 +454,7 @@ def iter_main_results(comparison: Comparison) -> Iterator[str]:
     yield f"{text}."
 
 
-def make_headline(comparison: Comparison) -> str:
+def describe_comparison(comparison: Comparison) -> str:
     """Return sentences on the time ratios, and on the differences that may explain them."""
     first, other = comparison.first_set.name, comparison.other_set.name
     if not comparison.common_cells:
@@ -463,7 +467,7 @@ def make_headline(comparison: Comparison) -> str:
             d.kind for d in comparison.machine_differences if d.kind not in ("hosts", "seeds")
         )
     )
-    text = " ".join(iter_main_results(comparison))
+    text = " ".join(iter_ratio_sentences(comparison))
     if not kinds:
         text += f" {first} and {other} do not differ in the hardware, versions and flags that both state."
     elif len(kinds) == 1:
@@ -491,8 +495,8 @@ def make_headline(comparison: Comparison) -> str:
         text += f" The audit doubts the times of {len(doubted)} of {len(comparison.cells_with_ratio)} ratios"
         text += f" by these rules: {rules}."
     for name, cells in (
-        (first, comparison.cells_only_in_first),
-        (other, comparison.cells_only_in_other),
+        (first, comparison.num_cells_only_in_first),
+        (other, comparison.num_cells_only_in_other),
     ):
         if cells:
             text += f" {format_count(cells, 'cell')} finished only in {name}."

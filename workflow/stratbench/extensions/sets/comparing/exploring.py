@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from stratbench.analysis.records.reading import list_readings
-from stratbench.analysis.report.report import list_notices
-from stratbench.cell.files import write_atomic
+from stratbench.analysis.records.reading import map_readings_by_extension
+from stratbench.analysis.report.report import list_report_notices
+from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.explore import explore
 from stratbench.extensions.sets.keys import INDEX
 from stratbench.extensions.sets.reading import ResultSet
@@ -22,6 +22,8 @@ def write_explore_page(sets: Sequence[ResultSet], path: Path) -> None:
         finding | {"set": one.name} for one in sets for finding in one.findings.to_dict("records")
     ]
     title = ", ".join(one.name for one in sets)
-    notices = list_notices(cells, findings, list_readings().values(), partial=False)
+    notices = list_report_notices(
+        cells, findings, map_readings_by_extension().values(), partial=False
+    )
     data = explore.make_page_data(cells, findings)
-    write_atomic(path, explore.render_page(data, title, notices, INDEX))
+    write_text_atomically(path, explore.render_explore_page(data, title, notices, INDEX))

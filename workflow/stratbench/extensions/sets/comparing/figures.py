@@ -11,7 +11,7 @@ import pandas as pd
 
 from stratbench.analysis.figures.figure_data import assign_marks
 from stratbench.analysis.figures.marks import Mark
-from stratbench.analysis.figures.rows import FigureRow, Point, RowChart, draw_rows
+from stratbench.analysis.figures.rows import FigureRow, Point, RowChart, draw_row_chart
 from stratbench.analysis.figures.sheet import RC, save_figure
 from stratbench.analysis.report.shown import build_data_uri
 from stratbench.extensions.sets.comparing.comparison import ComparedCell, Comparison
@@ -30,14 +30,16 @@ def draw_ratio_figures(
     marks = assign_marks(pd.concat([comparison.first_set.cells, comparison.other_set.cells]))
     drawn = []
     for experiment, model in dict.fromkeys(
-        c.group.comparison_key for c in comparison.cells_with_ratio
+        c.group.experiment_and_model for c in comparison.cells_with_ratio
     ):
         cells = [
-            c for c in comparison.cells_with_ratio if c.group.comparison_key == (experiment, model)
+            c
+            for c in comparison.cells_with_ratio
+            if c.group.experiment_and_model == (experiment, model)
         ]
         stem = out_dir / comparison.other_set.name / experiment / f"{model}_time_ratio"
         with plt.rc_context(RC):
-            save_figure(draw_rows(make_ratio_rows(cells, marks, margin)), stem)
+            save_figure(draw_row_chart(make_ratio_rows(cells, marks, margin)), stem)
         drawn.append(
             {
                 "title": f"{model}, {experiment}",
@@ -67,15 +69,24 @@ def make_ratio_rows(
     for strategy in dict.fromkeys(c.group.strategy for c in cells):
         own = sorted((c for c in cells if c.group.strategy == strategy), key=lambda c: c.group.gpus)
         points = [
-            Point(*c.time_ratio, str(c.group.gpus) if several else "", c.time_ratio.excludes(1))
+            Point(
+                *c.time_ratio,
+                str(c.group.gpus) if several else "",
+                c.time_ratio.interval_excludes(1),
+            )
             for c in own
         ]
         text = f"{own[-1].time_ratio.value:.2f}×"
         rows.append(
-            FigureRow(strategy, points, value_text=text, is_chosen=any(p.is_chosen for p in points))
+            FigureRow(
+                strategy,
+                points,
+                best_value_text=text,
+                is_chosen_strategy=any(p.is_chosen_candidate for p in points),
+            )
         )
     head = f"on {max(c.group.gpus for c in cells)}" if several else ""
-    return RowChart.from_ratios(rows, marks, margin, head)
+    return RowChart.from_ratio_rows(rows, marks, margin, head)
 
 
 def iter_caption_sentences(
@@ -96,4 +107,4 @@ def iter_caption_sentences(
     if any(c.time_ratio.low is not None for c in cells):
         yield "Lines are 95 % intervals. A mark has its full colour if the interval excludes 1."
     else:
-        yield "There are no intervals, because one of the sets has single repeats."
+        yield "There are no intervals, because one of the sets has only one repeat per cell."

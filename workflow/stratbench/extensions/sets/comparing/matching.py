@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 from stratbench.analysis.records.collect import UNMEASURED
-from stratbench.analysis.records.groups import GROUP, Group, group_rows
+from stratbench.analysis.records.groups import GROUP, Group, map_rows_by_group
 from stratbench.extensions.audit.across_cells.mixed import (
     NOT_STATED,
     TABLE,
-    collect_texts_by_path,
-    find_table_row,
+    collect_field_texts_by_path,
+    find_row_index_of_field,
 )
 from stratbench.extensions.sets.reading import ResultSet
 
@@ -105,7 +105,7 @@ def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
     Matched cells have the same strategy, model, data set and number of workers. Cells of experiments with the
     same name are matched first. Then a cell is matched if each set has only one such cell left.
     """
-    mine, theirs = list_groups_with_data(first), list_groups_with_data(other)
+    mine, theirs = map_groups_to_data_sets(first), map_groups_to_data_sets(other)
     matched = [Match(dataset, g, g) for g, dataset in mine.items() if theirs.get(g) == dataset]
     taken = {match.first_group for match in matched}
     left: dict[tuple, tuple[list[Group], list[Group]]] = defaultdict(lambda: ([], []))
@@ -118,7 +118,7 @@ def match_cells(first: ResultSet, other: ResultSet) -> list[Match]:
     return sorted(matched, key=lambda match: order[match.first_group])
 
 
-def list_groups_with_data(result_set: ResultSet) -> dict[Group, str]:
+def map_groups_to_data_sets(result_set: ResultSet) -> dict[Group, str]:
     """Return the data set of each cell that has a record. A group is all repeats of a cell."""
     cells = result_set.cells[~result_set.cells["status"].isin(UNMEASURED)].drop_duplicates(GROUP)
     listed = cells[[*GROUP, "dataset"]].itertuples(index=False, name=None)
@@ -126,7 +126,7 @@ def list_groups_with_data(result_set: ResultSet) -> dict[Group, str]:
 
 
 @lru_cache(maxsize=32)
-def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
+def collect_recorded_values(result_set: ResultSet) -> dict[Group, ValuesByPath]:
     """Return the recorded values of each cell, over all its repeats and their workers.
 
     Each group of repeats has the distinct values of each record field, by path of the field.
@@ -134,13 +134,13 @@ def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
     values: dict[Group, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for record in result_set.records:
         group = Group(*(record["cell"][name] for name in Group._fields))
-        for path, texts in collect_texts_by_path(record).items():
+        for path, texts in collect_field_texts_by_path(record).items():
             values[group][path] |= texts
     if result_set.is_published:
-        for group, rows in group_rows(result_set.cells).items():
+        for group, rows in map_rows_by_group(result_set.cells).items():
             for column, path in FIELDS_OF_PUBLISHED_COLUMNS.items():
                 values[group][path] |= {
-                    _format_value(value) for value in rows[column].dropna().unique()
+                    _format_as_in_records(value) for value in rows[column].dropna().unique()
                 }
     return {
         group: {path: frozenset(texts) for path, texts in facts.items() if texts}
@@ -148,13 +148,13 @@ def collect_values_by_group(result_set: ResultSet) -> dict[Group, ValuesByPath]:
     }
 
 
-def _format_value(value: Any) -> str:
+def _format_as_in_records(value: Any) -> str:
     """Return a value of the paper's tables as text, as in records: `10`, not `10.0`."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @lru_cache(maxsize=10_000)
-def classify_difference(field_path: str) -> str | None:
+def classify_field_difference(field_path: str) -> str | None:
     """Return the kind of a difference in a record field, a value of WORK_DIFFERENCES or MACHINE_DIFFERENCES.
 
     Return None if the field does not matter for a comparison.
@@ -174,7 +174,7 @@ def classify_difference(field_path: str) -> str | None:
         return WORK_DIFFERENCES["mixed-tasks"]
     if field_path.startswith(STRATEGY_FIELDS):
         return MACHINE_DIFFERENCES["strategies"]
-    entry = None if field_path in FIELDS_NOT_COMPARED else find_table_row(field_path)
+    entry = None if field_path in FIELDS_NOT_COMPARED else find_row_index_of_field(field_path)
     if entry is None:
         return None
     rule = TABLE[entry].rule_id
@@ -191,13 +191,13 @@ def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterat
         first: The first set.
         other: The other set.
     """
-    mine = collect_values_by_group(first).get(match.first_group, {})
-    theirs = collect_values_by_group(other).get(match.other_group, {})
-    replaced = first.has_replaced_hosts or other.has_replaced_hosts
+    mine = collect_recorded_values(first).get(match.first_group, {})
+    theirs = collect_recorded_values(other).get(match.other_group, {})
+    replaced = first.has_replaced_host_names or other.has_replaced_host_names
     for path in dict.fromkeys([*mine, *theirs]):
         if mine.get(path) == theirs.get(path) or (path == "worker.host.name" and replaced):
             continue
-        if (kind := classify_difference(path)) is None:
+        if (kind := classify_field_difference(path)) is None:
             continue
         texts = [", ".join(sorted(side.get(path, {NOT_STATED}))) for side in (mine, theirs)]
         published = first.is_published or other.is_published
@@ -207,7 +207,7 @@ def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterat
         yield Difference(kind, path, *texts)
 
 
-def select_blocking_differences(
+def select_differences_preventing_ratio(
     differences: list[Difference], has_published_set: bool
 ) -> list[Difference]:
     """Return the differences of a cell with which a time ratio has no meaning.
@@ -229,7 +229,7 @@ def select_blocking_differences(
     ]
 
 
-def select_unstated_differences(differences: list[Difference]) -> list[Difference]:
+def select_differences_stated_by_one_set(differences: list[Difference]) -> list[Difference]:
     """Return a cell's differences in fields on the trained work that one set lacks."""
     return [
         d
@@ -238,7 +238,7 @@ def select_unstated_differences(differences: list[Difference]) -> list[Differenc
     ]
 
 
-def merge_differences(differences: Iterator[Difference]) -> tuple[Difference, ...]:
+def merge_equal_differences(differences: Iterator[Difference]) -> tuple[Difference, ...]:
     """Return equal differences of several cells as one, with their number of cells.
 
     The order is that of the kinds in WORK_DIFFERENCES and MACHINE_DIFFERENCES.

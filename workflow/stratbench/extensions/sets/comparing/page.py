@@ -12,18 +12,18 @@ import pandas as pd
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import Decision, build_answers_json
 from stratbench.analysis.records.groups import map_base_strategies
-from stratbench.analysis.report.answer_rows import build_first_screen
+from stratbench.analysis.report.answer_rows import build_first_screen_values
 from stratbench.analysis.report.report import TEMPLATES as REPORT_TEMPLATES
 from stratbench.cell.text import pages
 from stratbench.cell.text.words import format_bytes, shorten_for_table
-from stratbench.extensions.sets.check import describe_audit, describe_workers
+from stratbench.extensions.sets.check import describe_audit_findings, describe_workers_of_cells
 from stratbench.extensions.sets.comparing.comparison import (
     ComparedCell,
     Comparison,
     describe_differences,
-    make_headline,
+    describe_comparison,
 )
-from stratbench.extensions.sets.comparing.regression import WatchedCells
+from stratbench.extensions.sets.comparing.regression import RegressionOutcome
 from stratbench.extensions.sets.comparing.tables import (
     format_mean_time,
     format_ratio,
@@ -49,12 +49,14 @@ def iter_set_rows(sets: Sequence[ResultSet]) -> Iterator[dict[str, Any]]:
             "provenance": [(key, text) for key, text in one.provenance.items() if key != "sha256"],
             "sha256": (one.manifest or {}).get("sha256", ""),
             "cells": f"{ok} of {len(one.cells)} finished",
-            "workers": describe_workers(one.cells),
-            "audit": next(describe_audit(one.findings)).removeprefix("audit: "),
+            "workers": describe_workers_of_cells(one.cells),
+            "audit": next(describe_audit_findings(one.findings)).removeprefix("audit: "),
         }
 
 
-def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def collect_comparison_section_values(
+    comparison: Comparison, figures: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the values of the page's section that compares a set with the first.
 
     Args:
@@ -68,7 +70,7 @@ def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]])
     hidden = ranks[MAX_RANK_CHANGES:]
     return {
         "name": comparison.other_set.name,
-        "headline": make_headline(comparison),
+        "headline": describe_comparison(comparison),
         "differences": list(iter_difference_rows(comparison)),
         "strategies": comparison.strategy_means,
         "cells": comparison.cells_with_ratio,
@@ -76,12 +78,12 @@ def make_pair_section(comparison: Comparison, figures: Sequence[dict[str, Any]])
         "has_score": any(cell.score_change is not None for cell in comparison.cells_with_ratio),
         "has_caution": any(cell.unstated_differences for cell in comparison.cells_with_ratio),
         "has_doubts": any(cell.doubtful_rules for cell in comparison.cells_with_ratio),
-        "unit": find_common_unit(comparison.cells_with_ratio),
+        "unit": find_common_score_unit(comparison.cells_with_ratio),
         "without": comparison.cells_without_ratio,
         "ranks": ranks[:MAX_RANK_CHANGES],
         "more_ranks": len(hidden),
         "more_sure": sum(r.is_beyond_noise for r in hidden),
-        "changes": list(iter_change_sentences(comparison)),
+        "changes": list(iter_memory_and_score_changes(comparison)),
         "outcomes": [
             c
             for c in comparison.common_cells
@@ -104,13 +106,13 @@ def iter_difference_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
             }
 
 
-def find_common_unit(cells: Sequence[ComparedCell]) -> str:
+def find_common_score_unit(cells: Sequence[ComparedCell]) -> str:
     """Return the unit of the cells' score changes, or an empty text if units differ."""
     units = {c.score.format_difference(0).partition(" ")[2] for c in cells}
     return units.pop() if len(units) == 1 else ""
 
 
-def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
+def iter_memory_and_score_changes(comparison: Comparison) -> Iterator[str]:
     """Yield a sentence on each large change of a cell's peak memory or score."""
     for cell in comparison.cells_with_ratio:
         if cell.memory_ratio is not None and abs(cell.memory_ratio - 1) > MEMORY_CHANGE:
@@ -125,15 +127,15 @@ def iter_change_sentences(comparison: Comparison) -> Iterator[str]:
         change = cell.score_change
         if change is None or abs(change.value) <= cell.score.tolerance:
             continue
-        amount = f"{format_score_change(cell)} {find_common_unit([cell])}"
-        may_be_chance = "" if change.excludes(0) else ", which may be chance"
+        amount = f"{format_score_change(cell)} {find_common_score_unit([cell])}"
+        may_be_chance = "" if change.interval_excludes(0) else ", which may be chance"
         yield f"{cell.coordinates_text}: {cell.score.name} changed by {amount}{may_be_chance}."
 
 
-def make_page_values(
+def collect_comparison_page_values(
     sets: Sequence[ResultSet],
     sections: Sequence[dict[str, Any]],
-    outcomes: Sequence[WatchedCells] | None,
+    outcomes: Sequence[RegressionOutcome] | None,
     allowed_slowdown: float | None,
     decisions: Sequence[Decision],
     constraint_sentences: Sequence[str],
@@ -163,11 +165,11 @@ def make_page_values(
         "pairs": list(sections),
         "watched": outcomes,
         "allowed": allowed_slowdown,
-        **build_first_screen(find_base_strategies(sets, decisions), decided),
+        **build_first_screen_values(map_candidates_to_base_strategies(sets, decisions), decided),
     }
 
 
-def find_base_strategies(
+def map_candidates_to_base_strategies(
     sets: Sequence[ResultSet], decisions: Sequence[Decision]
 ) -> dict[str, str | None]:
     """Return the strategy of each candidate in decisions over sets, such as `ddp` of `ddp (a100)`."""

@@ -27,7 +27,7 @@ MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
-class WatchedCells:
+class RegressionOutcome:
     """Outcome of the search for slow-downs, for one cell or for several cells of a strategy."""
 
     set_name: str
@@ -74,9 +74,9 @@ class WatchedCells:
         return f"{text} ({low:+.1%} to {high:+.1%}){doubts}"
 
 
-def watch_regressions(
+def find_regressions(
     comparisons: Sequence[Comparison], allowed_slowdown: float
-) -> list[WatchedCells]:
+) -> list[RegressionOutcome]:
     """Return the outcomes of all strategies and cells, the worst outcome first.
 
     Strategies and cells are both judged: the mean over a strategy's cells has less noise, but hides the
@@ -90,7 +90,7 @@ def watch_regressions(
     strategies = [
         (c.other_set.name, *entry)
         for c in comparisons
-        for entry in group_by_strategy(c.cells_with_ratio)
+        for entry in group_cells_by_strategy(c.cells_with_ratio)
     ]
     cells = [
         (c.other_set.name, cell.coordinates_text, [cell])
@@ -100,14 +100,17 @@ def watch_regressions(
         and len(cell.other_measurements.train_times_s) > 1
     ]
     watched = [
-        watch_cells(*entry, is_strategy, ALPHA / 2 / len(family), allowed_slowdown)
+        judge_slowdown(*entry, is_strategy, ALPHA / 2 / len(family), allowed_slowdown)
         for family, is_strategy in ((strategies, True), (cells, False))
         for entry in family
     ]
-    for ended_worse, outcome in ((is_no_longer_finished, LOST), (finishes_less_often, LESS)):
+    for ended_worse, outcome in (
+        (is_finished_only_in_first_set, LOST),
+        (is_finished_less_often, LESS),
+    ):
         for c in comparisons:
             watched += [
-                make_unfinished_entry(c, cell, outcome)
+                make_unfinished_outcome(c, cell, outcome)
                 for cell in c.common_cells
                 if ended_worse(cell)
             ]
@@ -116,7 +119,7 @@ def watch_regressions(
     return sorted(watched, key=lambda w: order.index(w.outcome))
 
 
-def iter_strategies_without_times(comparison: Comparison) -> Iterator[WatchedCells]:
+def iter_strategies_without_times(comparison: Comparison) -> Iterator[RegressionOutcome]:
     """Yield an outcome for each strategy with cells that have times only in the first set.
 
     There is an outcome per strategy and reason.
@@ -128,42 +131,44 @@ def iter_strategies_without_times(comparison: Comparison) -> Iterator[WatchedCel
         elif (
             cell.first_measurements.train_times_s
             and not cell.other_measurements.train_times_s
-            and not is_no_longer_finished(cell)
+            and not is_finished_only_in_first_set(cell)
         ):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
     # The paper has no records, so that a cell that it does not have is not missing.
-    for group in () if comparison.other_set.is_published else comparison.missing_groups:
+    for group in () if comparison.other_set.is_published else comparison.cells_missing_in_other:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, reason), groups in places.items():
         named = format_names([f"{g.model} on {g.gpus} ({g.experiment})" for g in groups], MAX_NAMED)
         what = f"{strategy}, {format_count(len(groups), 'cell')} {reason}: {named}"
-        yield WatchedCells(comparison.other_set.name, what, False, len(groups), None, outcome)
+        yield RegressionOutcome(comparison.other_set.name, what, False, len(groups), None, outcome)
 
 
-def is_no_longer_finished(cell: ComparedCell) -> bool:
+def is_finished_only_in_first_set(cell: ComparedCell) -> bool:
     """Return whether a cell finished in the first set, but not in the other set.
 
     The result is False for cells that train something else in the other set.
     """
     return (
         bool(cell.first_measurements.train_times_s)
-        and not cell.other_measurements.all_finished
+        and not cell.other_measurements.has_finished_repeat
         and not cell.work_differences
     )
 
 
-def finishes_less_often(cell: ComparedCell) -> bool:
+def is_finished_less_often(cell: ComparedCell) -> bool:
     """Return whether fewer repeats of a cell finished than in the first set, but at least one."""
     worse = cell.other_measurements.failure_text and not cell.first_measurements.failure_text
     return bool(
         worse
         and cell.first_measurements.train_times_s
-        and cell.other_measurements.all_finished
+        and cell.other_measurements.has_finished_repeat
         and not cell.work_differences
     )
 
 
-def make_unfinished_entry(comparison: Comparison, cell: ComparedCell, outcome: str) -> WatchedCells:
+def make_unfinished_outcome(
+    comparison: Comparison, cell: ComparedCell, outcome: str
+) -> RegressionOutcome:
     """Return the outcome of a cell of which fewer repeats finish than in the first set.
 
     Args:
@@ -172,10 +177,12 @@ def make_unfinished_entry(comparison: Comparison, cell: ComparedCell, outcome: s
         outcome: LOST or LESS.
     """
     what = f"{cell.coordinates_text}, {cell.other_measurements.failure_text}"
-    return WatchedCells(comparison.other_set.name, what, False, 1, None, outcome)
+    return RegressionOutcome(comparison.other_set.name, what, False, 1, None, outcome)
 
 
-def group_by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list[ComparedCell]]]:
+def group_cells_by_strategy(
+    cells: Sequence[ComparedCell],
+) -> Iterator[tuple[str, list[ComparedCell]]]:
     """Yield each strategy, with its cells that have two repeats or more in both sets.
 
     A strategy without such cells is yielded with all its cells.
@@ -193,14 +200,14 @@ def group_by_strategy(cells: Sequence[ComparedCell]) -> Iterator[tuple[str, list
         yield strategy, repeated or cells_of_strategy
 
 
-def watch_cells(
+def judge_slowdown(
     set_name: str,
     subject: str,
     cells: list[ComparedCell],
     is_whole_strategy: bool,
     alpha: float,
     allowed_slowdown: float,
-) -> WatchedCells:
+) -> RegressionOutcome:
     """Return the outcome of some cells together, from their mean slow-down.
 
     Args:
@@ -221,15 +228,19 @@ def watch_cells(
     elif slowdown.high is not None and slowdown.high <= allowed_slowdown:
         outcome = WITHIN
     doubts = tuple(dict.fromkeys(rule for cell in cells for rule in cell.doubtful_rules))
-    return WatchedCells(set_name, subject, is_whole_strategy, len(cells), slowdown, outcome, doubts)
+    return RegressionOutcome(
+        set_name, subject, is_whole_strategy, len(cells), slowdown, outcome, doubts
+    )
 
 
-def has_failures(outcomes: Sequence[WatchedCells]) -> bool:
+def has_failing_outcome(outcomes: Sequence[RegressionOutcome]) -> bool:
     """Return whether `stratbench compare` has exit code 1, because an outcome is in FAILING."""
     return any(w.is_failure for w in outcomes)
 
 
-def describe_watch(outcomes: Sequence[WatchedCells], allowed_slowdown: float) -> Iterator[str]:
+def describe_regressions(
+    outcomes: Sequence[RegressionOutcome], allowed_slowdown: float
+) -> Iterator[str]:
     """Yield the lines on slow-downs that `stratbench compare` prints: a summary, then each listed outcome."""
     if not outcomes:
         yield "Regressions: no result, because no cell has a time ratio."

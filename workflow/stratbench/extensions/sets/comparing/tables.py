@@ -11,12 +11,12 @@ import pandas as pd
 
 from stratbench.analysis.records.measures import NO_CELL
 from stratbench.analysis.tables.tables import (
-    build_table_by_count,
-    format_latex,
-    format_markdown,
+    build_text_table,
+    format_latex_table,
+    format_markdown_table,
     group_lines_by_model,
 )
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import shorten_for_table
 from stratbench.extensions.sets.comparing.comparison import (
     ComparedCell,
@@ -33,13 +33,17 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 def format_ratio(estimate: IntervalEstimate) -> str:
     """Return a ratio as text, with its interval if there is one."""
-    return estimate.format_text("{:.3f}".format)
+    return estimate.format_value_and_interval("{:.3f}".format)
 
 
 def format_score_change(cell: ComparedCell) -> str:
     """Return the change of a cell's score as text, which is empty if unknown."""
     change = cell.score_change
-    return "" if change is None else change.format_text(f"{{:+.{cell.score.decimals}f}}".format)
+    return (
+        ""
+        if change is None
+        else change.format_value_and_interval(f"{{:+.{cell.score.shown_decimals}f}}".format)
+    )
 
 
 def format_mean_time(times_s: tuple[float, ...]) -> str:
@@ -64,7 +68,7 @@ def make_interval_columns(
     return dict(zip(ends, estimate or (None, None, None), strict=True))
 
 
-def iter_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def iter_compared_cell_rows(comparison: Comparison) -> Iterator[dict[str, Any]]:
     """Yield a row of the comparison's cells.csv for each cell that is in both sets."""
     for cell in comparison.common_cells:
         yield {
@@ -105,7 +109,7 @@ def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
         (c.group, format_ratio(c.time_ratio) if c.time_ratio else f"n/a ({c.no_ratio_reason})")
         for c in cells
     )
-    return build_table_by_count(counts, group_lines_by_model(texts), "worker")
+    return build_text_table(counts, group_lines_by_model(texts), "worker")
 
 
 def make_strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:
@@ -149,13 +153,15 @@ def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
     """Write all tables of a comparison to the folder <out_dir>/<name of the other set>."""
     folder = out_dir / comparison.other_set.name
     first, other = comparison.first_set.name, comparison.other_set.name
-    write_safe_csv(pd.DataFrame(list(iter_cell_rows(comparison))), folder / "cells.csv")
-    write_table(
+    write_csv_without_formulas(
+        pd.DataFrame(list(iter_compared_cell_rows(comparison))), folder / "cells.csv"
+    )
+    write_comparison_table(
         make_difference_table(comparison),
         f"Differences between the result sets {first} and {other}.",
         folder / "differences",
     )
-    write_table(
+    write_comparison_table(
         make_strategy_table(comparison.strategy_means),
         f"Training time in {other} divided by that in {first}, for each strategy. A ratio is the geometric "
         "mean over the cells of each model, then over models. Brackets have the 95 % t interval over models, "
@@ -163,7 +169,7 @@ def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
         folder / "strategies",
     )
     for experiment in dict.fromkeys(cell.group.experiment for cell in comparison.common_cells):
-        write_table(
+        write_comparison_table(
             make_ratio_table(comparison, experiment),
             f"Training time in {other} divided by that in {first}, for each cell of the experiment "
             f"{experiment}. A ratio is that of the geometric means over repeats. Brackets have the 95 % "
@@ -172,7 +178,7 @@ def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
         )
 
 
-def write_table(table: pd.DataFrame, title: str, path_stem: Path) -> None:
+def write_comparison_table(table: pd.DataFrame, title: str, path_stem: Path) -> None:
     """Write a table of texts as CSV, Markdown and LaTeX.
 
     Args:
@@ -180,13 +186,13 @@ def write_table(table: pd.DataFrame, title: str, path_stem: Path) -> None:
         title: Title of the table.
         path_stem: Path of the files without .csv, .md and .tex.
     """
-    write_safe_csv(table, path_stem.with_suffix(".csv"))
+    write_csv_without_formulas(table, path_stem.with_suffix(".csv"))
     shown = table.map(lambda value: html.escape(str(value), quote=False))
-    write_atomic(path_stem.with_suffix(".md"), format_markdown(shown, title))
-    write_atomic(path_stem.with_suffix(".tex"), format_latex(table, title))
+    write_text_atomically(path_stem.with_suffix(".md"), format_markdown_table(shown, title))
+    write_text_atomically(path_stem.with_suffix(".tex"), format_latex_table(table, title))
 
 
-def write_safe_csv(table: pd.DataFrame, path: Path) -> None:
+def write_csv_without_formulas(table: pd.DataFrame, path: Path) -> None:
     """Write a CSV file in which no text is a formula for a spreadsheet.
 
     A text that looks like a formula gets a ' at its begin.
@@ -195,4 +201,4 @@ def write_safe_csv(table: pd.DataFrame, path: Path) -> None:
     def escape_formula(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
-    write_atomic(path, table.map(escape_formula).to_csv(index=False))
+    write_text_atomically(path, table.map(escape_formula).to_csv(index=False))

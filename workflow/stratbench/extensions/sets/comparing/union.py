@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.candidates import build_candidates
+from stratbench.analysis.decision.candidates import build_decision_candidates
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import Decision, decide_with_pooled_variance, read_evidence
-from stratbench.analysis.decision.tolerance import exclude_by_score
+from stratbench.analysis.decision.tolerance import exclude_by_score_tolerance
 from stratbench.cell.coordinates import STATUSES
 from stratbench.extensions.sets.check import COMPARABLE_WORK_COLUMNS
 from stratbench.extensions.sets.reading import ResultSet
@@ -22,7 +22,7 @@ from stratbench.extensions.sets.reading import ResultSet
 WORK_COLUMNS = ("model", *COMPARABLE_WORK_COLUMNS, "slowdown")
 
 
-class JobPart(NamedTuple):
+class WorkPart(NamedTuple):
     """Cells that train the same, in one experiment of one set."""
 
     set_name: str
@@ -47,21 +47,21 @@ def decide_over_sets(
             constraints.
         constraints: Constraints of the decisions.
     """
-    jobs: dict[tuple[str, ...], list[JobPart]] = {}
+    jobs: dict[tuple[str, ...], list[WorkPart]] = {}
     for result_set in sets:
         findings = result_set.findings.to_dict("records")
         weak = result_set.cells.groupby("experiment")["global_batch"].nunique() > 1
         for (experiment, _), rows in result_set.cells.groupby(["experiment", "model"], sort=False):
-            job = get_job_values(rows, bool(weak[experiment]))
+            job = get_work_values(rows, bool(weak[experiment]))
             if job is not None:
                 on_them = [
                     f for f in findings if f["experiment"] == experiment or pd.isna(f["experiment"])
                 ]
-                jobs.setdefault(job, []).append(JobPart(result_set.name, rows, on_them))
+                jobs.setdefault(job, []).append(WorkPart(result_set.name, rows, on_them))
     studied = [
         (
-            use_one_experiment_name(pd.concat([part.rows for part in parts])),
-            list(list_candidates(parts, prices, constraints)),
+            unify_experiment_name(pd.concat([part.rows for part in parts])),
+            list(iter_candidates_of_sets(parts, prices, constraints)),
         )
         for parts in jobs.values()
         if len({part.set_name for part in parts}) > 1
@@ -69,7 +69,7 @@ def decide_over_sets(
     return decide_with_pooled_variance(studied, constraints)
 
 
-def get_job_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...] | None:
+def get_work_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...] | None:
     """Return the values of WORK_COLUMNS that all rows of one experiment and model have.
 
     Return None if the rows have different values.
@@ -84,8 +84,8 @@ def get_job_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...]
     return tuple(v[0] for v in values) if all(len(v) == 1 for v in values) else None
 
 
-def list_candidates(
-    parts: Sequence[JobPart], prices: Mapping[str, float], constraints: Constraints
+def iter_candidates_of_sets(
+    parts: Sequence[WorkPart], prices: Mapping[str, float], constraints: Constraints
 ) -> Iterator[Candidate]:
     """Yield the candidates of a decision, with names of strategy and set such as `ddp (a100)`.
 
@@ -102,18 +102,20 @@ def list_candidates(
         here = replace(
             constraints, price_per_gpu_hour=prices.get(name, constraints.price_per_gpu_hour)
         )
-        mine = build_candidates(rows, findings, here, list(read_evidence((), here).values()))
+        mine = build_decision_candidates(
+            rows, findings, here, list(read_evidence((), here).values())
+        )
         whose = f"{name}, {rows['experiment'].iloc[0]}" if times[name] > 1 else name
         for candidate in mine:
             candidate.strategy = f"{candidate.strategy} ({whose})"
             # A host gets the name of its set, because hosts of two sets may have the same name.
             candidate.hosts = frozenset(f"{host} of {name}" for host in candidate.hosts)
         candidates += mine
-    exclude_by_score(candidates, constraints)
+    exclude_by_score_tolerance(candidates, constraints)
     yield from candidates
 
 
-def use_one_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
+def unify_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of cells.csv that all have the experiment of the first row."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 
@@ -123,4 +125,4 @@ def iter_constraint_sentences(
 ) -> Iterator[str]:
     """Yield sentences on the constraints of a decision, and on the prices in all sets."""
     listed = ", ".join(f"{price:g} per GPU-hour in {name}" for name, price in prices.items())
-    yield from constraints.iter_sentences(f"ranked by cost at {listed}" if prices else "")
+    yield from constraints.iter_constraint_texts(f"ranked by cost at {listed}" if prices else "")

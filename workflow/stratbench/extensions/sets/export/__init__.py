@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.extensions.sets.archive import SetError
-from stratbench.extensions.sets.folders import claim_folder
+from stratbench.extensions.sets.folders import claim_output_folder
 from stratbench.extensions.sets.reading import ResultSet
 
 #: Names of the formats, each with the packages that it needs.
@@ -38,25 +38,25 @@ def export_set(result_set: ResultSet, formats: Sequence[str], out: Path) -> list
         SetError: A package of a format is not installed, or the set has no records and a format needs them.
         FileExistsError: `out` has files that stratbench did not write.
     """
-    modules = {name: _import_writer(name) for name in formats}
+    modules = {name: _import_format_module(name) for name in formats}
     if not result_set.records and (
         runs := [name for name in formats if modules[name].NEEDS_RECORDS]
     ):
         raise SetError(
             f"{result_set.source} has no records, but the format {runs[0]} needs them; export to parquet"
         )
-    claim_folder(out)
+    claim_output_folder(out)
     folders = []
     for name, module in modules.items():
         folder = out / name
-        with _replace_folder(folder) as unfinished:
+        with _replace_folder_when_complete(folder) as unfinished:
             module.write_export(result_set, unfinished)
         folders.append(folder)
     return folders
 
 
 @contextmanager
-def _replace_folder(folder: Path) -> Iterator[Path]:
+def _replace_folder_when_complete(folder: Path) -> Iterator[Path]:
     """Context with a new folder, which replaces `folder` at the end if no exception is raised."""
     unfinished, old = (folder.with_name(f".{folder.name}.{what}") for what in ("unfinished", "old"))
     for left in (unfinished, old):
@@ -74,7 +74,7 @@ def _replace_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _import_writer(format_name: str) -> Any:
+def _import_format_module(format_name: str) -> Any:
     """Return the module that writes a format.
 
     Raises:

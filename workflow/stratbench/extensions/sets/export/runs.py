@@ -28,8 +28,8 @@ class ExportedEpoch:
     """An epoch of a run: its number, the training time at its end, and its metrics."""
 
     number: int
-    end_s: float
-    metrics: dict[str, float]
+    end_train_time_s: float
+    metrics_by_name: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class ExportedRun:
 
     cell: Cell
     #: Coordinates and settings of the cell. An option of the strategy has the name `options.NAME`.
-    parameters: dict[str, ParameterValue]
+    parameters_by_name: dict[str, ParameterValue]
     tags: dict[str, str]
     #: Measured values of the whole cell, with the names and units of cells.csv.
-    metrics: dict[str, float]
+    metrics_by_name: dict[str, float]
     epochs: list[ExportedEpoch]
     #: Start of the cell in seconds since 1970.
-    started_s: float
+    started_unix_s: float
     #: End of the cell in seconds since 1970.
-    finished_s: float
+    finished_unix_s: float
 
     @property
-    def is_ok(self) -> bool:
+    def has_ok_status(self) -> bool:
         """Whether the cell of the run has the status `ok`."""
         return self.tags["status"] == "ok"
 
 
-def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
+def iter_exported_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
     """Yield a run for each record of a set, and print the progress."""
     records = {Cell(**record["cell"]): record for record in result_set.records}
     epochs = dict(list(result_set.epochs.groupby(list(COORDINATES), sort=False)))
@@ -63,7 +63,7 @@ def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
         for column in CELL_COLUMNS
         if column.value_kind == "number"
         and column.name not in COORDINATES
-        and not _is_setting(column)
+        and not _is_setting_column(column)
     ]
     metrics_of_epoch = [
         name
@@ -83,9 +83,9 @@ def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
         rows = epochs.get(tuple(vars(cell).values()), pd.DataFrame())
         yield ExportedRun(
             cell=cell,
-            parameters=cell.as_dict() | dict(_flatten_settings(record["settings"])),
+            parameters_by_name=cell.as_dict() | dict(_flatten_settings(record["settings"])),
             tags={name: str(row[name]) for name in TAGS if pd.notna(row[name])},
-            metrics={name: float(row[name]) for name in measured if pd.notna(row[name])},
+            metrics_by_name={name: float(row[name]) for name in measured if pd.notna(row[name])},
             epochs=[
                 ExportedEpoch(
                     int(epoch["epoch"]),
@@ -94,12 +94,12 @@ def iter_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
                 )
                 for epoch in rows.to_dict("records")
             ],
-            started_s=_parse_time_unix_s(record, "started"),
-            finished_s=_parse_time_unix_s(record, "finished"),
+            started_unix_s=_parse_time_unix_s(record, "started"),
+            finished_unix_s=_parse_time_unix_s(record, "finished"),
         )
 
 
-def _is_setting(column: Column) -> bool:
+def _is_setting_column(column: Column) -> bool:
     return isinstance(column.source, str) and column.source.startswith("settings.")
 
 

@@ -17,7 +17,7 @@ import alembic  # noqa: F401  MLflow's store imports it, but mlflow-skinny does 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from stratbench.extensions.sets.export.runs import ExportedRun, iter_runs
+from stratbench.extensions.sets.export.runs import ExportedRun, iter_exported_runs
 from stratbench.extensions.sets.reading import ResultSet
 
 NEEDS_RECORDS = True
@@ -25,18 +25,25 @@ NEEDS_RECORDS = True
 MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
-def list_metrics(run: ExportedRun) -> list[Metric]:
+def list_mlflow_metrics(run: ExportedRun) -> list[Metric]:
     """Return the metrics of a run for MLflow, of each epoch and of the whole cell.
 
     The metrics of an epoch have the time at which it ended.
     """
     metrics = [
-        Metric(f"epoch/{name}", value, int(1000 * (run.started_s + epoch.end_s)), epoch.number)
+        Metric(
+            f"epoch/{name}",
+            value,
+            int(1000 * (run.started_unix_s + epoch.end_train_time_s)),
+            epoch.number,
+        )
         for epoch in run.epochs
-        for name, value in (epoch.metrics | {"train_time_s": epoch.end_s}).items()
+        for name, value in (
+            epoch.metrics_by_name | {"train_time_s": epoch.end_train_time_s}
+        ).items()
     ]
-    at_ms = int(1000 * run.finished_s)
-    return metrics + [Metric(name, value, at_ms, 0) for name, value in run.metrics.items()]
+    at_ms = int(1000 * run.finished_unix_s)
+    return metrics + [Metric(name, value, at_ms, 0) for name, value in run.metrics_by_name.items()]
 
 
 def write_export(result_set: ResultSet, folder: Path) -> None:
@@ -45,16 +52,16 @@ def write_export(result_set: ResultSet, folder: Path) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}")
     experiments: dict[str, str] = {}
-    for run in iter_runs(result_set):
+    for run in iter_exported_runs(result_set):
         name = f"{run.cell.study}/{run.cell.experiment}"
         if name not in experiments:
             # An MLflow server stores files of this scheme itself. A path would name a folder of this machine.
             place = f"mlflow-artifacts:/{name}"
             experiments[name] = client.create_experiment(name, artifact_location=place)
-        write_run(client, experiments[name], run)
+        write_mlflow_run(client, experiments[name], run)
 
 
-def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
+def write_mlflow_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> None:
     """Write one run to MLflow.
 
     Its status in MLflow is `FINISHED` if the cell has the status `ok`, else `FAILED`.
@@ -65,16 +72,16 @@ def write_run(client: MlflowClient, experiment_id: str, run: ExportedRun) -> Non
         run: The run.
     """
     created = client.create_run(
-        experiment_id, start_time=int(1000 * run.started_s), run_name=run.cell.path
+        experiment_id, start_time=int(1000 * run.started_unix_s), run_name=run.cell.path
     )
     run_id = created.info.run_id
-    parameters = [Param(name, str(value)) for name, value in run.parameters.items()]
+    parameters = [Param(name, str(value)) for name, value in run.parameters_by_name.items()]
     tags = [RunTag(f"stratbench.{name}", value) for name, value in run.tags.items()]
-    metrics = list_metrics(run)
+    metrics = list_mlflow_metrics(run)
     for start in range(0, len(metrics), MAX_METRICS):
         client.log_batch(run_id, metrics=metrics[start : start + MAX_METRICS])
     for start in range(0, len(parameters), MAX_OTHERS):
         client.log_batch(run_id, params=parameters[start : start + MAX_OTHERS])
     client.log_batch(run_id, tags=tags)
-    status = "FINISHED" if run.is_ok else "FAILED"
-    client.set_terminated(run_id, status, end_time=int(1000 * run.finished_s))
+    status = "FINISHED" if run.has_ok_status else "FAILED"
+    client.set_terminated(run_id, status, end_time=int(1000 * run.finished_unix_s))

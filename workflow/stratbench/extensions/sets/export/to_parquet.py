@@ -21,7 +21,7 @@ NEEDS_RECORDS = False
 def get_arrow_type(column: Column) -> pa.DataType:
     """Return the Arrow type of a column of cells.csv or epochs.csv. JSON has the type of texts."""
     if column.value_kind == "number":
-        return pa.int64() if column.is_whole else pa.float64()
+        return pa.int64() if column.has_integer_values else pa.float64()
     return pa.bool_() if column.value_kind == "flag" else pa.string()
 
 
@@ -39,11 +39,13 @@ def make_arrow_table(
     for name, column in columns.items():
         meaning = {"unit": column.unit, "definition": column.definition, "kind": column.value_kind}
         fields.append(pa.field(name, get_arrow_type(column), metadata=meaning))
-        arrays.append(pa.array(_convert_values(frame[name], column), type=get_arrow_type(column)))
+        arrays.append(
+            pa.array(_convert_to_arrow_values(frame[name], column), type=get_arrow_type(column))
+        )
     return pa.table(arrays, schema=pa.schema(fields, metadata=metadata))
 
 
-def _convert_values(series: pd.Series, column: Column) -> list[Any]:
+def _convert_to_arrow_values(series: pd.Series, column: Column) -> list[Any]:
     present = series.astype(object).where(series.notna(), None)
     if column.value_kind == "flag":
         return [None if value is None else str(value) == "True" for value in present]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import wandb
 
-from stratbench.extensions.sets.export.runs import ExportedRun, iter_runs
+from stratbench.extensions.sets.export.runs import ExportedRun, iter_exported_runs
 from stratbench.extensions.sets.reading import ResultSet
 
 NEEDS_RECORDS = True
@@ -37,28 +37,28 @@ def make_offline_settings(folder: Path) -> wandb.Settings:
 
 def write_export(result_set: ResultSet, folder: Path) -> None:
     """Write an offline run of Weights & Biases for each record, as a folder wandb/offline-run-*."""
-    for run in iter_runs(result_set):
-        write_run(run, folder)
+    for run in iter_exported_runs(result_set):
+        write_wandb_run(run, folder)
 
 
-def write_run(run: ExportedRun, folder: Path) -> None:
+def write_wandb_run(run: ExportedRun, folder: Path) -> None:
     """Write one offline run, with its epochs as history and the cell's metrics as summary."""
     # The id depends on the record alone, so that a second upload of a record replaces the first.
-    identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_s}".encode())
+    identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_unix_s}".encode())
     offline = wandb.init(
         project=run.cell.study,
         group=f"{run.cell.experiment}/{run.cell.strategy}",
         name=run.cell.path,
         id=identity.hexdigest()[:16],
-        config=run.parameters | {f"tags.{name}": text for name, text in run.tags.items()},
+        config=run.parameters_by_name | {f"tags.{name}": text for name, text in run.tags.items()},
         tags=[run.tags["status"]],
         dir=str(folder),
         settings=make_offline_settings(folder),
     )
     try:
         for epoch in run.epochs:
-            timed = epoch.metrics | {"train_time_s": epoch.end_s}
+            timed = epoch.metrics_by_name | {"train_time_s": epoch.end_train_time_s}
             offline.log({f"epoch/{name}": value for name, value in timed.items()}, epoch.number)
-        offline.summary.update(run.metrics)
+        offline.summary.update(run.metrics_by_name)
     finally:
-        offline.finish(exit_code=0 if run.is_ok else 1)
+        offline.finish(exit_code=0 if run.has_ok_status else 1)

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from stratbench.cell.files import write_atomic
+from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import wrap_lines
 from stratbench.extensions.verdict.paired.evidence import read_evidence
 from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
-from stratbench.extensions.verdict.paired.next_round import determine_next_round
-from stratbench.extensions.verdict.paired.rounds import Course
-from stratbench.extensions.verdict.paired.verdict import make_verdict
+from stratbench.extensions.verdict.paired.next_round import plan_next_round
+from stratbench.extensions.verdict.paired.rounds import RoundReplay
+from stratbench.extensions.verdict.paired.verdict import make_verdict_content
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     config = json.loads(sys.stdin.read() if args.config == "-" else args.config)
     evidence, notes = read_evidence(config)
-    analysis = Course(evidence)
-    next_round = determine_next_round(analysis)
+    analysis = RoundReplay(evidence)
+    next_round = plan_next_round(analysis)
     if args.what == "next":
         print(json.dumps(next_round.as_dict(), indent=1, allow_nan=False))
         return 0
-    verdict = make_verdict(analysis, next_round, notes)
+    verdict = make_verdict_content(analysis, next_round, notes)
     out = Path(config["results"], evidence.study, "verdict", "verdict.json")
-    write_atomic(out, json.dumps(verdict, indent=1, allow_nan=False) + "\n")
+    write_text_atomically(out, json.dumps(verdict, indent=1, allow_nan=False) + "\n")
     print(wrap_lines([*iter_verdict_lines(verdict), f"{out} has all values."]), flush=True)
     return 0
 

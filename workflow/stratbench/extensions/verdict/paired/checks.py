@@ -29,11 +29,11 @@ class FullRunCorrection:
     """Corrected conclusion of a comparison whose full runs contradict its blocks."""
 
     #: Upper bound on log(leader's time / rival's time), for any rival.
-    max_log_advantage: float
+    max_log_advantage_over_leader: float
     #: Whether every rival is still shown to be slower than the leader.
-    is_fastest: bool
+    is_leader_fastest: bool
     #: Rival with the lowest corrected bound.
-    nearest_strategy: str
+    nearest_rival: str
 
 
 def compute_full_run_deviations(
@@ -62,7 +62,7 @@ def compute_full_run_deviations(
     return deviations
 
 
-def correct_by_full_runs(
+def correct_conclusion_by_full_runs(
     deviations: Mapping[str, Sequence[float]],
     leader: str,
     bounds: Mapping[str, float],
@@ -96,7 +96,7 @@ def correct_by_full_runs(
         if shift > MAX_LOG_DEVIATION:
             runs = [len(deviations.get(leader, ())), len(deviations.get(strategy, others))]
             variance = scatter**2 * sum(1 / (n or num_blocks) for n in runs)
-            by_chance = moderated.compute_half_widths(
+            by_chance = moderated.compute_interval_half_widths(
                 np.array(variance), np.array(float(dof)), np.array(1), moderated.ALPHA
             )
             corrected[strategy] = bound - shift - float(by_chance)
@@ -111,7 +111,7 @@ def zero_small_deviation(deviation: float) -> float:
     return deviation if abs(deviation) > MAX_LOG_DEVIATION else 0.0
 
 
-def compute_full_run_check_sd(
+def estimate_full_run_deviation_sd(
     num_full_runs: int, num_blocks: int, allocation_noise: tuple[float, int]
 ) -> float:
     """Return the standard deviation of the full runs' mean log deviation from the blocks.
@@ -134,7 +134,7 @@ def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:
     """
     squares, dof = 0.0, 0
     for comparison in evidence.comparisons:
-        blocks = evidence.list_blocks(comparison.comparison_key)
+        blocks = evidence.list_blocks_of_comparison(comparison.comparison_key)
         logs = np.array(
             [
                 [block.compute_log_step_time(strategy) for strategy in comparison.strategies]
@@ -148,7 +148,7 @@ def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:
     return (math.sqrt(squares / dof), dof) if dof else (0.0, 0)
 
 
-def iter_contradicting_strategies(
+def iter_strategies_contradicting_full_runs(
     evidence: PairedEvidence, comparison: PairedComparison, block: PairedBlock
 ) -> Iterator[tuple[str, float]]:
     """Yield each strategy whose step time in a block contradicts its full run.
@@ -177,10 +177,10 @@ def iter_contradicting_strategies(
 # ---------------------------------------------------------------- blocks
 
 
-def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
+def iter_reasons_for_unusable_blocks(blocks: Sequence[PairedBlock]) -> Iterator[str]:
     """Yield the reasons why a comparison's blocks allow no conclusion, such as a copy."""
     for one, other in combinations(blocks, 2):
-        if is_copy(one, other):
+        if is_copied_block(one, other):
             yield (
                 f"the ratios of blocks {one.block_number} and {other.block_number} are equal to six digits, "
                 "so that one block is a copy of the other: delete it, and it is measured again"
@@ -197,7 +197,7 @@ def iter_unusable_reasons(blocks: Sequence[PairedBlock]) -> Iterator[str]:
             return
 
 
-def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
+def is_copied_block(one: PairedBlock, other: PairedBlock) -> bool:
     """Return whether two blocks are copies: their time ratios are equal."""
     segments = [
         {
@@ -216,12 +216,12 @@ def is_copy(one: PairedBlock, other: PairedBlock) -> bool:
         }
         for b in (one, other)
     ]
-    return _have_same_ratios(*segments, min_common_keys=4) or _have_same_ratios(
+    return _has_same_ratios(*segments, min_common_keys=4) or _has_same_ratios(
         *values, min_common_keys=3
     )
 
 
-def _have_same_ratios(
+def _has_same_ratios(
     one_log_times: Mapping, other_log_times: Mapping, min_common_keys: int
 ) -> bool:
     common_keys = one_log_times.keys() & other_log_times.keys()

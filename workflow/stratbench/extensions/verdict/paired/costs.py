@@ -10,14 +10,14 @@ from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS
 from stratbench.extensions.verdict.blocks import ComparisonKey
 
 if TYPE_CHECKING:
-    from stratbench.extensions.verdict.paired.rounds import Course
+    from stratbench.extensions.verdict.paired.rounds import RoundReplay
     from stratbench.extensions.verdict.paired.state import ComparisonState
 
 
-class Costs:
+class VerdictGpuSeconds:
     """GPU-seconds of a verdict: measured ones of past blocks and full runs, estimates of future ones."""
 
-    def __init__(self, replay: Course) -> None:
+    def __init__(self, replay: RoundReplay) -> None:
         self._course, self._evidence = replay, replay.evidence
         self._runs_s: dict[ComparisonKey, float] = {}
         for cell in replay.requested_runs:
@@ -37,7 +37,7 @@ class Costs:
         """Return the GPU-seconds that a comparison's blocks took."""
         return sum(
             block.gpu_seconds
-            for block in self._evidence.list_blocks(state.comparison.comparison_key)
+            for block in self._evidence.list_blocks_of_comparison(state.comparison.comparison_key)
         )
 
     def sum_full_run_gpu_seconds(self, state: ComparisonState) -> float:
@@ -45,14 +45,16 @@ class Costs:
         return self._runs_s.get(state.comparison.comparison_key, 0.0)
 
     @property
-    def expected_gpu_seconds(self) -> float | None:
+    def expected_gpu_seconds_of_next_round(self) -> float | None:
         """Expected GPU-seconds of the next round.
 
         The value is None if a part of it cannot be estimated yet.
         """
         expected = 0.0
         for state, _ in self._course.missing_blocks:
-            if not (blocks := self._evidence.list_blocks(state.comparison.comparison_key)):
+            if not (
+                blocks := self._evidence.list_blocks_of_comparison(state.comparison.comparison_key)
+            ):
                 return None
             last = blocks[-1]
             before = {s.strategy for s in last.segments}
@@ -72,7 +74,7 @@ class Costs:
         """Return a strategy's seconds per step: the geometric mean over its blocks."""
         logs = [
             block.compute_log_step_time(strategy)
-            for block in self._evidence.list_blocks(state.comparison.comparison_key)
+            for block in self._evidence.list_blocks_of_comparison(state.comparison.comparison_key)
         ]
         known = [log for log in logs if math.isfinite(log)]
         return math.exp(statistics.fmean(known)) if known else None
@@ -90,13 +92,13 @@ class Costs:
             return None
         starts = [
             s.start_s
-            for block in self._evidence.list_blocks(state.comparison.comparison_key)
+            for block in self._evidence.list_blocks_of_comparison(state.comparison.comparison_key)
             for s in block.segments
             if s.strategy == strategy and s.status == "ok"
         ]
         return state.comparison.comparison_key.gpus * (statistics.median(starts) + steps * step_s)
 
-    def estimate_matrix_gpu_seconds(self, state: ComparisonState) -> float | None:
+    def estimate_full_matrix_gpu_seconds(self, state: ComparisonState) -> float | None:
         """Return the GPU-seconds of complete trainings of a comparison, each with MATRIX_REPEATS repeats.
 
         A strategy that fails costs nothing. The result is None if the time of no training is known.

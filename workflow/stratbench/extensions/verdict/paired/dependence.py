@@ -60,7 +60,9 @@ def compute_neumann_ratio(
     return np.where(enough, ratio, 1.0), np.where(enough, z, 0.0)
 
 
-def compute_interval_widening(neumann_ratio: np.ndarray, num_blocks: np.ndarray) -> np.ndarray:
+def compute_interval_widening_factor(
+    neumann_ratio: np.ndarray, num_blocks: np.ndarray
+) -> np.ndarray:
     """Return the factor by which correlated blocks widen an interval; 1 for independent blocks.
 
     The blocks are modelled as a first-order autoregression. The factor is the square root of a quotient: the

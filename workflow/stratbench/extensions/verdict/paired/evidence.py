@@ -40,7 +40,7 @@ class PairedComparison:
     equals_ddp: tuple[bool, ...]
     #: Experiment, model and, if it changes the updates, number of workers. In comparisons with equal keys,
     #: all strategies that equal DDP have the same score.
-    arithmetic_keys: tuple[Any, ...]
+    arithmetic_key: tuple[Any, ...]
     #: The declared traits of each strategy.
     traits: tuple[Traits, ...] = ()
     #: Hash of each strategy's settings, from `hash_trained_settings`.
@@ -48,7 +48,7 @@ class PairedComparison:
     #: Number of steps of a full run; None if unknown until the data are read.
     full_steps: int | None = None
     #: Whether the model is evaluated in full runs, so that they have a score.
-    has_score: bool = True
+    has_scored_full_runs: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FullRun:
     reason: str | None
     #: Final score in the unit of the report, such as percent for accuracy; None without a score.
     score: float | None
-    better_direction: str
+    better_score_direction: str
     tolerance: float
     score_name: str
     gpu_seconds: float
@@ -69,7 +69,7 @@ class FullRun:
     @property
     def score_sign(self) -> int:
         """Factor (1 or -1) that converts a score so that a higher value is better."""
-        return 1 if self.better_direction == "higher" else -1
+        return 1 if self.better_score_direction == "higher" else -1
 
     @property
     def log_step_time(self) -> float | None:
@@ -94,7 +94,7 @@ class PairedEvidence:
     margin: float = 0.03
     budget_gpu_hours: float | None = None
     #: Largest tolerated loss of score, by name of the score. Other scores have the tolerance of their task.
-    tolerances: Mapping[str, float] = field(default_factory=dict)
+    score_tolerances: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def _blocks_by_comparison(self) -> dict[ComparisonKey, list[PairedBlock]]:
@@ -103,11 +103,13 @@ class PairedEvidence:
             blocks.setdefault(key[0], []).append(self.blocks[key])
         return blocks
 
-    def list_blocks(self, comparison_key: ComparisonKey) -> list[PairedBlock]:
+    def list_blocks_of_comparison(self, comparison_key: ComparisonKey) -> list[PairedBlock]:
         """Return the blocks of a comparison, ordered by number."""
         return self._blocks_by_comparison.get(comparison_key, [])
 
-    def make_cell(self, comparison: PairedComparison, strategy: str, repeat: int = 0) -> Cell:
+    def make_full_run_cell(
+        self, comparison: PairedComparison, strategy: str, repeat: int = 0
+    ) -> Cell:
         """Return the cell of a full run of a strategy.
 
         Args:
@@ -119,10 +121,13 @@ class PairedEvidence:
 
     def list_full_runs(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
         """Return the full runs of a strategy, ordered by repeat."""
-        cells = (self.make_cell(comparison, strategy, repeat) for repeat in range(MATRIX_REPEATS))
+        cells = (
+            self.make_full_run_cell(comparison, strategy, repeat)
+            for repeat in range(MATRIX_REPEATS)
+        )
         return [self.full_runs[cell] for cell in cells if cell in self.full_runs]
 
-    def order_strategies(
+    def order_strategies_of_block(
         self, comparison: PairedComparison, block_number: int, strategies: Iterable[str]
     ) -> list[str]:
         """Return the strategies in the order in which a block runs them, a permutation by hash.
@@ -134,17 +139,19 @@ class PairedEvidence:
         """
         return sorted(
             strategies,
-            key=lambda strategy: _hash_parts(
+            key=lambda strategy: _hash_joined_parts(
                 self.seed, comparison.comparison_key, block_number, strategy
             ),
         )
 
     def compute_block_seed(self, comparison: PairedComparison, block_number: int) -> int:
         """Return the seed that all segments of a block share."""
-        return int(_hash_parts(self.seed, comparison.comparison_key, block_number)[:8], 16) >> 1
+        return (
+            int(_hash_joined_parts(self.seed, comparison.comparison_key, block_number)[:8], 16) >> 1
+        )
 
 
-def _hash_parts(*parts: object) -> str:
+def _hash_joined_parts(*parts: object) -> str:
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
 
 
@@ -171,7 +178,7 @@ SEPARATE_JOBS_REASON = "its workers are separate jobs, and a block is one alloca
 OWN_COMMAND_REASON = "it is trained by a command of yours, which cannot run in short segments"
 
 
-def find_cells_without_blocks(study: Study) -> dict[str, str]:
+def find_cells_that_blocks_cannot_time(study: Study) -> dict[str, str]:
     """Return the path of each cell that blocks cannot time, with the reason."""
     apart = (cell.path for cell in study.cells if study.settings(cell).workers_are_jobs)
     own = (cell.path for cell in study.cells if study.get_strategy_kind(cell.strategy) == "own")
@@ -183,7 +190,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
     study = Study(config, config["study"])
     keys = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skip_reasons | find_cells_without_blocks(study)
+    skipped = Jobs(config, study).skip_reasons | find_cells_that_blocks_cannot_time(study)
     comparisons = tuple(iter_comparisons(study, skipped))
     notes = [
         f"{path} is not compared: {reason}"
@@ -202,14 +209,14 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
         study=study.name,
         seed=study.seed,
         comparisons=tuple(
-            add_full_steps(study, comparison, samples.get(comparison.dataset))
+            add_full_run_steps(study, comparison, samples.get(comparison.dataset))
             for comparison in comparisons
         ),
         blocks=blocks,
         full_runs={cell: run for cell, (run, _) in runs.items()},
         margin=keys.get("margin", 0.03),
         budget_gpu_hours=keys.get("budget_gpu_hours"),
-        tolerances=(config.get("decide") or {}).get("score_tolerance") or {},
+        score_tolerances=(config.get("decide") or {}).get("score_tolerance") or {},
     ), notes
 
 
@@ -236,14 +243,14 @@ def iter_comparisons(
             strategies=tuple(cell.strategy for cell in cells),
             uses_servers=tuple(get_strategy_class(s.strategy).kind == "server" for s in settings),
             equals_ddp=tuple(t.equals_ddp for t in traits),
-            arithmetic_keys=(key.experiment, key.model, key.gpus if apart else None),
+            arithmetic_key=(key.experiment, key.model, key.gpus if apart else None),
             traits=traits,
             settings_hashes=tuple(map(hash_trained_settings, settings)),
-            has_score=settings[0].steps is None,
+            has_scored_full_runs=settings[0].steps is None,
         )
 
 
-def add_full_steps(
+def add_full_run_steps(
     study: Study, comparison: PairedComparison, train_samples: int | None
 ) -> PairedComparison:
     """Return the comparison with the number of steps of its full runs, if known.
@@ -259,7 +266,7 @@ def add_full_steps(
     )
     if settings.steps is None and known is None:
         return comparison
-    return replace(comparison, full_steps=settings.total_steps(known or 0))
+    return replace(comparison, full_steps=settings.count_steps(known or 0))
 
 
 def _iter_usable_blocks(
@@ -326,7 +333,7 @@ def _iter_full_runs(
                     notes.append(f"{cell} is not used: its settings are not the config's")
                     continue
                 samples = measured["data"]["train_samples"]
-                yield cell, (make_full_run(measured, wanted.total_steps(samples)), samples)
+                yield cell, (make_full_run(measured, wanted.count_steps(samples)), samples)
 
 
 def make_full_run(measured_record: record.Record, trained_steps: int) -> FullRun:
@@ -342,7 +349,7 @@ def make_full_run(measured_record: record.Record, trained_steps: int) -> FullRun
         status=measured_record["status"],
         reason=measured_record["reason"],
         score=None if score is None else factor * score,
-        better_direction=task["better"],
+        better_score_direction=task["better"],
         tolerance=task["tolerance"],
         score_name=task["score"],
         gpu_seconds=measured_record["time"]["total_s"] * measured_record["cell"]["gpus"],

@@ -68,7 +68,7 @@ class Look(NamedTuple):
         return self.rivals & (self.low >= -near) & (self.high <= near)
 
 
-def find_fastest_index(means: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def find_index_of_lowest_mean(means: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return the index of the strategy with the lowest mean, of those in a mask.
 
     The result has shape [..., comparisons]. The index is 0 if no strategy is in the mask.
@@ -80,7 +80,7 @@ def find_fastest_index(means: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.argmin(np.where(mask & np.isfinite(means), means, np.inf), axis=-1)
 
 
-def select_by_index(values: np.ndarray, strategy_index: np.ndarray) -> np.ndarray:
+def select_value_of_strategy(values: np.ndarray, strategy_index: np.ndarray) -> np.ndarray:
     """Return the value of one strategy per comparison, shape [..., comparisons].
 
     Args:
@@ -114,7 +114,7 @@ def average_log_times(log_times: np.ndarray) -> np.ndarray:
         return np.where(is_present, log_times, 0.0).sum(-1) / is_present.sum(-1)
 
 
-def group_by_node_set(
+def average_by_node_set(
     log_times: np.ndarray, node_set_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Average the log times of blocks on the same nodes, if there are enough sets of nodes.
@@ -181,12 +181,12 @@ def judge_comparisons(
     """
     log_times = mask_incomplete_blocks(log_times, is_active)
     blocks = np.isfinite(log_times).any(-2).sum(-1)
-    log_times, sets, reused = group_by_node_set(log_times, node_set_indices)
+    log_times, sets, reused = average_by_node_set(log_times, node_set_indices)
     means = average_log_times(log_times)
     # The fastest strategy, even if its score is not good enough to lead.
-    ahead = find_fastest_index(means, is_active)
+    ahead = find_index_of_lowest_mean(means, is_active)
     may_lead = is_active & has_good_score
-    leader = np.where(may_lead.any(-1), find_fastest_index(means, may_lead), ahead)
+    leader = np.where(may_lead.any(-1), find_index_of_lowest_mean(means, may_lead), ahead)
     rivals = is_active & (np.arange(log_times.shape[-2]) != leader[..., None])
     first = np.take_along_axis(log_times, leader[..., None, None], axis=-2)
     differences = moderated.compute_paired_differences(log_times, first)
@@ -194,16 +194,18 @@ def judge_comparisons(
     counted = rivals & is_judged[..., None]
     differences = differences._replace(repeats=np.where(counted, differences.repeats, 0))
     variance, dof = _moderate_variances(
-        differences, uses_servers | select_by_index(uses_servers, leader)[..., None]
+        differences, uses_servers | select_value_of_strategy(uses_servers, leader)[..., None]
     )
     ratio, unlike = dependence.compute_neumann_ratio(log_times, is_active)
-    wider = np.where(reused, dependence.compute_interval_widening(ratio, blocks), 1.0)[..., None]
+    wider = np.where(reused, dependence.compute_interval_widening_factor(ratio, blocks), 1.0)[
+        ..., None
+    ]
     tails = (
         moderated.compute_alternatives_tail(rivals.sum(-1))[..., None],
-        compute_reported_tail(num_started_strategies)[..., None],
+        compute_tail_of_reported_interval(num_started_strategies)[..., None],
     )
     half, reported = (
-        wider * moderated.compute_half_widths(variance, dof, differences.repeats, tail)
+        wider * moderated.compute_interval_half_widths(variance, dof, differences.repeats, tail)
         for tail in tails
     )
     bound = np.where(rivals, mean - half, np.inf)
@@ -219,8 +221,8 @@ def judge_comparisons(
         (blocks >= MIN_BLOCKS)
         & ~waits
         & (at_most <= np.log1p(margin) + 1e-12)
-        & select_by_index(has_good_score, leader)
-        & select_by_index(has_good_score, ahead)
+        & select_value_of_strategy(has_good_score, leader)
+        & select_value_of_strategy(has_good_score, ahead)
     )
     low, high = mean - reported, mean + reported
     return Look(
@@ -242,11 +244,11 @@ def _moderate_variances(
     shape = differences.mean.shape
     flat = (*shape[:-2], -1)
     joined = moderated.Differences(*(part.reshape(flat) for part in differences))
-    variance, dof = moderated.moderate_variances(joined, kinds.reshape(flat))
+    variance, dof = moderated.shrink_variances_by_kind(joined, kinds.reshape(flat))
     return variance.reshape(shape), dof.reshape(shape)
 
 
-def compute_reported_tail(num_started_strategies: np.ndarray) -> np.ndarray:
+def compute_tail_of_reported_interval(num_started_strategies: np.ndarray) -> np.ndarray:
     """Return the error probability on each side of a reported interval.
 
     All intervals of a comparison hold together with 95 % confidence, at all looks and for dropped strategies
@@ -271,14 +273,14 @@ def mask_dropped_strategies(look: Look, has_ended: np.ndarray) -> np.ndarray:
         look: The interim analysis.
         has_ended: Mask of the comparisons that have ended.
     """
-    near = find_fastest_index(look.mean, look.rivals)
+    near = find_index_of_lowest_mean(look.mean, look.rivals)
     alone = (look.rivals & ~look.slower).sum(-1) == 0
     nearest = (look.blocks < MIN_BLOCKS) & alone
     stays = nearest[..., None] & (np.arange(look.mean.shape[-1]) == near[..., None])
     return look.slower & ~stays & ~has_ended[..., None]
 
 
-def get_blocks_at_next_look(blocks: int) -> int | None:
+def get_block_count_at_next_look(blocks: int) -> int | None:
     """Return the number of blocks at the first interim analysis with more than `blocks` blocks.
 
     Return None after the last interim analysis.
@@ -340,7 +342,7 @@ class SequentialAnalysis:
         #: [..., comparisons, strategies].
         self.against = np.full(is_present.shape, -1)
 
-    def advance(
+    def add_blocks(
         self,
         log_step_times: np.ndarray,
         num_new_blocks: np.ndarray,
@@ -365,7 +367,7 @@ class SequentialAnalysis:
         count = np.isfinite(log_step_times).sum(-1)
         failed = self.active & (count < num_new_blocks[..., None]) & judged[..., None]
         self.blocks = self.blocks + num_new_blocks
-        self._remove_strategies(failed)
+        self._remove_strategies_from_comparisons(failed)
         if not self.logs.shape[-1]:
             self.started = self.active.sum(-1)
         self.logs = np.concatenate([self.logs, log_step_times], axis=-1)
@@ -391,7 +393,7 @@ class SequentialAnalysis:
         self.again &= False
         return InterimResult(look, judged, left, failed, ended)
 
-    def _remove_strategies(self, is_removed: np.ndarray) -> np.ndarray:
+    def _remove_strategies_from_comparisons(self, is_removed: np.ndarray) -> np.ndarray:
         """Remove strategies from their comparisons, and return a mask of the strategies that return.
 
         A strategy returns if it was dropped as slower than a strategy that is now removed.
@@ -413,7 +415,9 @@ class SequentialAnalysis:
         A full run of such a strategy may change the conclusion.
         """
         means = average_log_times(mask_incomplete_blocks(self.logs, self.active))
-        ahead = np.arange(means.shape[-1]) == find_fastest_index(means, self.active)[..., None]
+        ahead = (
+            np.arange(means.shape[-1]) == find_index_of_lowest_mean(means, self.active)[..., None]
+        )
         known = np.isfinite(means) & self.active
         return ahead & known & ~self.admissible & self.open[..., None]
 
@@ -428,8 +432,8 @@ class SequentialAnalysis:
             has_bad_score: Mask of the strategies whose scores are not, of the same shape.
         """
         self.admissible = (self.admissible | has_good_score) & ~has_bad_score
-        changed = self._remove_strategies(has_bad_score).any(-1) | select_by_index(
-            has_bad_score, self.leader
-        )
+        changed = self._remove_strategies_from_comparisons(has_bad_score).any(
+            -1
+        ) | select_value_of_strategy(has_bad_score, self.leader)
         self.again = ~self.open & (self.blocks > 0) & changed & self.active.any(-1)
         self.open |= self.again

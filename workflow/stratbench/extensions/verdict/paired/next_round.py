@@ -10,9 +10,9 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_count
 from stratbench.extensions.verdict.block_rules import count_discarded_steps
 from stratbench.extensions.verdict.paired import judging
-from stratbench.extensions.verdict.paired.costs import Costs
+from stratbench.extensions.verdict.paired.costs import VerdictGpuSeconds
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
-from stratbench.extensions.verdict.paired.rounds import Course
+from stratbench.extensions.verdict.paired.rounds import RoundReplay
 from stratbench.extensions.verdict.paired.state import ComparisonState
 
 SCHEMA_VERSION = 1
@@ -28,23 +28,23 @@ class NextRound:
     number: int
     blocks: tuple[dict[str, Any], ...]
     full_runs: tuple[Cell, ...]
-    is_last: bool
+    is_verdict_done: bool
     reason: str
     spent_gpu_hours: float
     expected_gpu_hours: float | None
     #: Largest number of rounds of blocks that may follow this one.
-    max_following_rounds: int
+    max_later_block_rounds: int
 
     @property
-    def outlook_sentence(self) -> str:
+    def cost_and_rounds_sentence(self) -> str:
         """A sentence on the cost of this round and the number of further rounds."""
-        if self.is_last:
+        if self.is_verdict_done:
             return f"Nothing more is to run: {self.reason}."
         cost = "The cost is unknown before the first block"
         if self.expected_gpu_hours is not None:
             cost = f"This round takes about {self.expected_gpu_hours:.3g} GPU-hours (worker-hours on CPUs)"
         return (
-            f"{cost}; at most {format_count(self.max_following_rounds, 'round')} of blocks may follow, and "
+            f"{cost}; at most {format_count(self.max_later_block_rounds, 'round')} of blocks may follow, and "
             "rounds of full runs if these may change the answer."
         )
 
@@ -55,37 +55,39 @@ class NextRound:
             "round": self.number,
             "comparisons": list(self.blocks),
             "full_runs": [cell.as_dict() for cell in self.full_runs],
-            "done": self.is_last,
+            "done": self.is_verdict_done,
             "spent_gpu_hours": self.spent_gpu_hours,
             "expected_gpu_hours": self.expected_gpu_hours,
             "reason": self.reason,
-            "outlook": self.outlook_sentence,
+            "outlook": self.cost_and_rounds_sentence,
         }
 
 
 def find_next_round(evidence: PairedEvidence) -> NextRound:
     """Return the next round that the evidence of a study requires."""
-    return determine_next_round(Course(evidence))
+    return plan_next_round(RoundReplay(evidence))
 
 
-def determine_next_round(replay: Course) -> NextRound:
+def plan_next_round(replay: RoundReplay) -> NextRound:
     """Return the next round, from a replay of all rounds so far."""
     evidence = replay.evidence
-    costs = Costs(replay)
+    costs = VerdictGpuSeconds(replay)
     spent_s = costs.spent_gpu_seconds
     pending = (*replay.missing_blocks, *replay.missing_runs)
-    expected_s = costs.expected_gpu_seconds if pending else 0.0
+    expected_s = costs.expected_gpu_seconds_of_next_round if pending else 0.0
     known = expected_s is not None
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
     # A round of unknown cost exceeds the budget only if the rounds before it have already spent it.
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
     paired = any(state.looks for state in replay.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
-    if not pending and not all(is_decided(replay, s) for s in replay.states if s.last_look):
+    if not pending and not all(
+        is_comparison_decided(replay, s) for s in replay.states if s.latest_look
+    ):
         reason = f"the verdict has ended: it has the largest number of blocks, {judging.LOOKS[-1]}"
         if all(
-            s.last_look is None
-            or s.last_look.max_log_advantage <= compute_max_log_advantage(evidence)
+            s.latest_look is None
+            or s.latest_look.max_log_advantage_over_leader <= compute_log_margin(evidence)
             for s in replay.states
         ):
             reason = "the verdict has ended: full runs contradict its blocks"
@@ -102,30 +104,32 @@ def determine_next_round(replay: Course) -> NextRound:
         if done
         else tuple(make_block_entry(replay, s, n) for s, n in replay.missing_blocks),
         full_runs=() if done else tuple(replay.missing_runs),
-        is_last=done,
+        is_verdict_done=done,
         reason=reason,
         spent_gpu_hours=spent_s / 3600,
         expected_gpu_hours=expected_s / 3600 if known else None,
-        max_following_rounds=0 if done else replay.max_following_rounds,
+        max_later_block_rounds=0 if done else replay.max_later_block_rounds,
     )
 
 
-def is_decided(replay: Course, state: ComparisonState) -> bool:
+def is_comparison_decided(replay: RoundReplay, state: ComparisonState) -> bool:
     """Return whether a comparison has ended with a leader close enough to the fastest strategy."""
     last = replay.get_corrected_look(state)
     return (
         last is not None
         and not state.is_open
-        and last.max_log_advantage <= compute_max_log_advantage(replay.evidence)
+        and last.max_log_advantage_over_leader <= compute_log_margin(replay.evidence)
     )
 
 
-def compute_max_log_advantage(evidence: PairedEvidence) -> float:
+def compute_log_margin(evidence: PairedEvidence) -> float:
     """Return log(1 + margin), by which a rival may be faster than a decided leader."""
     return math.log1p(evidence.margin) + 1e-9
 
 
-def make_block_entry(replay: Course, state: ComparisonState, block_number: int) -> dict[str, Any]:
+def make_block_entry(
+    replay: RoundReplay, state: ComparisonState, block_number: int
+) -> dict[str, Any]:
     """Return the entry of one block in round.json.
 
     Args:
@@ -142,14 +146,14 @@ def make_block_entry(replay: Course, state: ComparisonState, block_number: int) 
         "dataset": state.comparison.dataset,
         "gpus": key.gpus,
         "block": block_number,
-        "strategies": evidence.order_strategies(
+        "strategies": evidence.order_strategies_of_block(
             state.comparison, block_number, state.active_strategies
         ),
         "settings": {
             "steps": steps,
             "discard": None if steps is None else count_discarded_steps(steps),
-            "disagreement": replay.estimate_disagreement_limit(
-                state.last_look.num_blocks if state.last_look else 0
+            "disagreement": replay.estimate_segment_disagreement_limit(
+                state.latest_look.num_blocks if state.latest_look else 0
             ),
         },
         "seed": evidence.compute_block_seed(state.comparison, block_number),

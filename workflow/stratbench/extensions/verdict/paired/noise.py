@@ -24,23 +24,37 @@ class Noise:
     """Standard deviations of log step times by source; None if unknown, 0 if the blocks show none."""
 
     #: Between allocations, equal for all strategies.
-    allocation: float | None
+    allocation_sd: float | None
     #: Between allocations, different for each strategy.
-    strategy_in_allocation: float | None
+    strategy_in_allocation_sd: float | None
     #: Between two starts of a strategy's processes in one block.
-    process: float | None
+    process_start_sd: float | None
     #: Of the mean of a segment's steps, from the variation of its steps.
-    within: float | None
-    #: Of a segment: `process` and `within` together.
-    segment: float | None
+    step_mean_sd: float | None
+    #: Of a segment: `process_start_sd` and `step_mean_sd` together.
+    segment_sd: float | None
     #: Of the linear trend over a block, at the ends of the block.
-    drift: float | None
+    drift_sd: float | None
     #: Of the log time ratio of two strategies in one block.
-    ratio: float | None
+    log_ratio_sd: float | None
     #: Number of blocks that were used.
-    blocks: int
-    #: Degrees of freedom of `ratio`.
-    dof: int
+    num_blocks: int
+    #: Degrees of freedom of `log_ratio_sd`.
+    log_ratio_dof: int
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the values as verdict.json has them."""
+        return {
+            "allocation": self.allocation_sd,
+            "strategy_in_allocation": self.strategy_in_allocation_sd,
+            "process": self.process_start_sd,
+            "within": self.step_mean_sd,
+            "segment": self.segment_sd,
+            "drift": self.drift_sd,
+            "ratio": self.log_ratio_sd,
+            "blocks": self.num_blocks,
+            "dof": self.log_ratio_dof,
+        }
 
     def count_blocks_for_margin(self, margin: float, num_rivals: int) -> int | None:
         """Return the number of blocks that a conclusion within `margin` needs.
@@ -48,12 +62,12 @@ class Noise:
         All strategies are assumed to be equally fast. The result is None if this takes more blocks than a
         verdict runs, or if the noise is unknown.
         """
-        if self.ratio is None:
+        if self.log_ratio_sd is None:
             return None
         for n in (n for n in judging.LOOKS if n >= judging.MIN_BLOCKS):
             dof = np.array(3 * (n - 1) + 4)
-            half = moderated.compute_half_widths(
-                np.array(self.ratio**2),
+            half = moderated.compute_interval_half_widths(
+                np.array(self.log_ratio_sd**2),
                 dof,
                 np.array(n),
                 moderated.compute_alternatives_tail(num_rivals),
@@ -63,7 +77,7 @@ class Noise:
         return None
 
 
-def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
+def estimate_block_noise(blocks: Iterable[PairedBlock]) -> Noise:
     """Return the noise of some blocks, pooled over their comparisons."""
     by_place: dict[object, list[PairedBlock]] = {}
     for block in blocks:
@@ -77,11 +91,11 @@ def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
     within = _WeightedMean()
     for compared in by_place.values():
         for block in compared:
-            _add_mirror_differences(block, segment, trend)
+            _add_noise_within_block(block, segment, trend)
             for s in block.segments:
                 if s.status == "ok" and s.step_cv is not None:
                     within.add_value(s.step_cv**2 * CORRELATED_VARIANCE_FACTOR / block.steps, 1)
-        _add_block_differences(compared, between, allocation)
+        _add_noise_between_blocks(compared, between, allocation)
     of_segment = segment.value
     # A block's value is the mean of two segments, which has half the variance of one segment.
     interaction = None
@@ -91,15 +105,15 @@ def estimate_noise(blocks: Iterable[PairedBlock]) -> Noise:
     if of_segment is not None and within.value is not None:
         process = max(0.0, of_segment - within.value)
     return Noise(
-        allocation=_sqrt_or_none(allocation.value),
-        strategy_in_allocation=_sqrt_or_none(interaction),
-        process=_sqrt_or_none(process),
-        within=_sqrt_or_none(within.value),
-        segment=_sqrt_or_none(of_segment),
-        drift=_sqrt_or_none(trend.value),
-        ratio=None if between.value is None else math.sqrt(2 * between.value),
-        blocks=sum(map(len, by_place.values())),
-        dof=round(between.weight),
+        allocation_sd=_sqrt_or_none(allocation.value),
+        strategy_in_allocation_sd=_sqrt_or_none(interaction),
+        process_start_sd=_sqrt_or_none(process),
+        step_mean_sd=_sqrt_or_none(within.value),
+        segment_sd=_sqrt_or_none(of_segment),
+        drift_sd=_sqrt_or_none(trend.value),
+        log_ratio_sd=None if between.value is None else math.sqrt(2 * between.value),
+        num_blocks=sum(map(len, by_place.values())),
+        log_ratio_dof=round(between.weight),
     )
 
 
@@ -127,7 +141,7 @@ def _sqrt_or_none(variance: float | None) -> float | None:
     return None if variance is None else math.sqrt(variance)
 
 
-def _add_mirror_differences(
+def _add_noise_within_block(
     block: PairedBlock, segment_variance: _WeightedMean, trend_variance: _WeightedMean
 ) -> None:
     """Add a block's differences between the two segments of each strategy to the noise estimates.
@@ -155,7 +169,7 @@ def _add_mirror_differences(
     trend_variance.add_value((slope**2 - 2 * variance / squares) * half**2, 1)
 
 
-def _add_block_differences(
+def _add_noise_between_blocks(
     blocks: list[PairedBlock], strategy_variance: _WeightedMean, allocation_variance: _WeightedMean
 ) -> None:
     """Add a comparison's differences between blocks to the noise estimates.

@@ -17,7 +17,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.extensions.verdict.block_rules import (
     MATRIX_REPEATS,
     MAX_LOG_DEVIATION,
-    compute_disagreement_limit,
+    compute_segment_disagreement_limit,
 )
 from stratbench.extensions.verdict.paired import checks, judging
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
@@ -31,7 +31,7 @@ from stratbench.extensions.verdict.paired.state import (
 from stratbench.statistics import moderated
 
 
-class Course:
+class RoundReplay:
     """Replay of a study's rounds, up to the first round with missing blocks or full runs."""
 
     def __init__(self, evidence: PairedEvidence) -> None:
@@ -60,7 +60,7 @@ class Course:
         while self.states and self._replay_round():
             pass
 
-    def estimate_disagreement_limit(self, num_blocks: int) -> float | None:
+    def estimate_segment_disagreement_limit(self, num_blocks: int) -> float | None:
         """Return the log time ratio of two segments above which a strategy runs a third segment.
 
         The limit is estimated from the first `num_blocks` blocks of each comparison. It is None if no
@@ -74,7 +74,7 @@ class Course:
                 for strategy in {s.strategy for s in block.segments}
                 if (logs := block.list_log_step_times(strategy))
             ]
-            self._limits[num_blocks] = compute_disagreement_limit(apart) if apart else None
+            self._limits[num_blocks] = compute_segment_disagreement_limit(apart) if apart else None
         return self._limits[num_blocks]
 
     def _make_strategy_mask(self, field_name: str) -> np.ndarray:
@@ -102,25 +102,25 @@ class Course:
         ]
         if self.missing_blocks or self.missing_runs:
             return False
-        self._apply_scores()
+        self._apply_full_run_scores()
         if not self._analysis.open.any():
-            return self._request_runs_of_leaders()
+            return self._request_full_runs_of_leaders()
         if self._list_missing_blocks():
             return (
                 True  # the scores have opened a comparison again, which needs another block first
             )
         self.round += 1
-        blocks, targets = self._analysis.blocks, self._count_blocks_at_next_looks()
+        blocks, targets = self._analysis.blocks, self._list_block_counts_at_next_looks()
         new = np.array(targets) - blocks
         max_blocks = max(int(new.max()), 1)
-        step = self._analysis.advance(
-            self._collect_new_values(blocks, targets, max_blocks),
+        step = self._analysis.add_blocks(
+            self._collect_new_log_step_times(blocks, targets, max_blocks),
             new,
             self._number_node_sets(blocks, targets, max_blocks),
-            self.estimate_disagreement_limit(1) or 0.0,
+            self.estimate_segment_disagreement_limit(1) or 0.0,
             self._find_doubtful_strategies(targets),
         )
-        self._record_looks_and_drops(step)
+        self._record_round_in_states(step)
         self._request_full_runs(step)
         return True
 
@@ -130,7 +130,7 @@ class Course:
         A block that lacks an active strategy counts as missing, because the strategy may be new in the study.
         """
         ends = zip(
-            self.states, self._analysis.blocks, self._count_blocks_at_next_looks(), strict=True
+            self.states, self._analysis.blocks, self._list_block_counts_at_next_looks(), strict=True
         )
         return [
             (state, number)
@@ -141,26 +141,26 @@ class Course:
             or not set(state.active_strategies) <= {s.strategy for s in block.segments}
         ]
 
-    def _count_blocks_at_next_looks(self) -> list[int]:
+    def _list_block_counts_at_next_looks(self) -> list[int]:
         """Return each comparison's number of blocks at its next interim analysis.
 
         If no analysis follows, the number is that of the blocks so far.
         """
         waiting = self._analysis.open & ~self._analysis.again
         return [
-            (judging.get_blocks_at_next_look(int(at)) or int(at)) if waits else int(at)
+            (judging.get_block_count_at_next_look(int(at)) or int(at)) if waits else int(at)
             for at, waits in zip(self._analysis.blocks, waiting, strict=True)
         ]
 
     @property
-    def max_following_rounds(self) -> int:
+    def max_later_block_rounds(self) -> int:
         """Largest number of rounds of blocks that may follow the next round."""
-        ends = zip(self._count_blocks_at_next_looks(), self._analysis.open, strict=True)
+        ends = zip(self._list_block_counts_at_next_looks(), self._analysis.open, strict=True)
         return max(
             (sum(n > end for n in judging.LOOKS) for end, is_open in ends if is_open), default=0
         )
 
-    def _collect_new_values(
+    def _collect_new_log_step_times(
         self, block_counts: np.ndarray, target_counts: list[int], max_new_blocks: int
     ) -> np.ndarray:
         """Return the log step times of new blocks, shape [comparisons, strategies, max_blocks].
@@ -213,16 +213,16 @@ class Course:
         """
         suspect = np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
-            for block in self.evidence.list_blocks(state.comparison.comparison_key)[
+            for block in self.evidence.list_blocks_of_comparison(state.comparison.comparison_key)[
                 : target_counts[i]
             ]:
-                for strategy, _ in checks.iter_contradicting_strategies(
+                for strategy, _ in checks.iter_strategies_contradicting_full_runs(
                     self.evidence, state.comparison, block
                 ):
                     suspect[i, state.comparison.strategies.index(strategy)] = True
         return suspect
 
-    def _record_looks_and_drops(self, round_result: judging.InterimResult) -> None:
+    def _record_round_in_states(self, round_result: judging.InterimResult) -> None:
         """Append a round's evaluation and dropped strategies to the state of each comparison."""
         look = round_result.look
         for i, state in enumerate(self.states):
@@ -239,19 +239,19 @@ class Course:
             for j, strategy in enumerate(strategies):
                 if round_result.failed[i, j]:
                     status = self._find_failure_status(state, strategy, blocks)
-                    state.drops.append(
+                    state.dropped_strategies.append(
                         DroppedStrategy(strategy, blocks, status, FAILURES.get(status, status))
                     )
                 elif round_result.dropped[i, j] and look.blocks[i] == 1:
                     reason = f"more than {moderated.SCREEN:g} times as slow in the first block"
-                    state.drops.append(
+                    state.dropped_strategies.append(
                         DroppedStrategy(
                             strategy, blocks, "much slower", reason, ratios[strategy], leader
                         )
                     )
                 elif round_result.dropped[i, j]:
                     reason = f"slower than {leader}"
-                    state.drops.append(
+                    state.dropped_strategies.append(
                         DroppedStrategy(
                             strategy, blocks, "slower", reason, ratios[strategy], leader
                         )
@@ -261,9 +261,9 @@ class Course:
                     num_blocks=blocks,
                     num_common_blocks=int(look.blocks[i]),
                     reuses_few_nodes=bool(look.reuses_few_nodes[i]),
-                    excess_similarity_sds=float(look.excess_similarity_sds[i]),
+                    block_similarity_sds=float(look.excess_similarity_sds[i]),
                     leader=leader,
-                    max_log_advantage=float(look.at_most[i]),
+                    max_log_advantage_over_leader=float(look.at_most[i]),
                     is_leader_fastest=bool(look.fastest[i]),
                     ratios=ratios,
                     slower_strategies=tuple(
@@ -272,9 +272,9 @@ class Course:
                     equal_strategies=tuple(a for j, a in enumerate(strategies) if look.equal[i, j]),
                 )
             )
-            self._copy_state(i)
+            self._copy_state_of_comparison(i)
 
-    def _copy_state(self, comparison_index: int) -> None:
+    def _copy_state_of_comparison(self, comparison_index: int) -> None:
         """Copy the active strategies of a comparison, and whether it is open, to its state."""
         state = self.states[comparison_index]
         state.active_strategies = [
@@ -284,10 +284,14 @@ class Course:
         ]
         state.is_open = bool(self._analysis.open[comparison_index])
         # A dropped strategy is active again if the leader that it was slower than is excluded.
-        state.drops = [drop for drop in state.drops if drop.strategy not in state.active_strategies]
+        state.dropped_strategies = [
+            drop
+            for drop in state.dropped_strategies
+            if drop.strategy not in state.active_strategies
+        ]
 
     def _find_failure_status(self, state: ComparisonState, strategy: str, num_blocks: int) -> str:
-        seen = self.evidence.list_blocks(state.comparison.comparison_key)[:num_blocks]
+        seen = self.evidence.list_blocks_of_comparison(state.comparison.comparison_key)[:num_blocks]
         return next(
             filter(None, (block.find_failure_status(strategy) for block in seen)), "missing"
         )
@@ -301,13 +305,17 @@ class Course:
         """
         for comparison, strategy in np.argwhere(self._analysis.leaders_without_score):
             state = self.states[comparison]
-            if state.comparison.has_score:
+            if state.comparison.has_scored_full_runs:
                 self.requested_runs.setdefault(
-                    self.evidence.make_cell(state.comparison, state.comparison.strategies[strategy])
+                    self.evidence.make_full_run_cell(
+                        state.comparison, state.comparison.strategies[strategy]
+                    )
                 )
         if self.round == 1:
             for state, strategy in self._iter_reference_strategies(round_result.look):
-                self.requested_runs.setdefault(self.evidence.make_cell(state.comparison, strategy))
+                self.requested_runs.setdefault(
+                    self.evidence.make_full_run_cell(state.comparison, strategy)
+                )
 
     def _iter_reference_strategies(
         self, look: judging.Look
@@ -322,7 +330,11 @@ class Course:
             enumerate(self.states), key=lambda s: s[1].comparison.comparison_key.gpus
         ):
             comparison = state.comparison
-            if not comparison.has_score or not state.looks or comparison.arithmetic_keys in seen:
+            if (
+                not comparison.has_scored_full_runs
+                or not state.looks
+                or comparison.arithmetic_key in seen
+            ):
                 continue
             leader = int(look.leader[i])
             equal = [
@@ -331,30 +343,32 @@ class Course:
                 if comparison.equals_ddp[j] and self._analysis.active[i, j]
             ]
             if equal:
-                seen.add(comparison.arithmetic_keys)
+                seen.add(comparison.arithmetic_key)
                 fastest = min(equal, key=lambda j: (j != leader, look.mean[i, j]))
                 yield state, comparison.strategies[fastest]
 
-    def _apply_scores(self) -> None:
+    def _apply_full_run_scores(self) -> None:
         """Remove strategies with bad scores in full runs, and let those with good scores lead."""
         good, bad = np.zeros_like(self._analysis.active), np.zeros_like(self._analysis.active)
         for i, state in enumerate(self.states):
             for j, strategy in enumerate(state.comparison.strategies):
                 if not self._analysis.active[i, j]:
                     continue
-                if not state.comparison.has_score:
+                if not state.comparison.has_scored_full_runs:
                     good[i, j] = True
-                elif self.scores.list_full_runs(state.comparison, strategy):
+                elif self.scores.list_requested_full_runs(state.comparison, strategy):
                     reason = self.scores.find_exclusion_reason(state.comparison, strategy)
                     good[i, j], bad[i, j] = reason is None, reason is not None
                     if reason is not None:
                         blocks = int(self._analysis.blocks[i])
-                        state.drops.append(DroppedStrategy(strategy, blocks, "score", reason))
+                        state.dropped_strategies.append(
+                            DroppedStrategy(strategy, blocks, "score", reason)
+                        )
         self._analysis.apply_scores(good, bad)
         for i in range(len(self.states)):
-            self._copy_state(i)
+            self._copy_state_of_comparison(i)
 
-    def _request_runs_of_leaders(self) -> bool:
+    def _request_full_runs_of_leaders(self) -> bool:
         """Request a full run of each leader whose score or time is uncertain.
 
         Each further full run of a leader has another seed.
@@ -364,80 +378,90 @@ class Course:
         """
         before = len(self.requested_runs)
         for state in self.states:
-            if not state.last_look or not state.comparison.has_score or state.num_compared < 2:
+            if (
+                not state.latest_look
+                or not state.comparison.has_scored_full_runs
+                or state.num_compared_strategies < 2
+            ):
                 continue
-            comparison, leader = state.comparison, state.last_look.leader
+            comparison, leader = state.comparison, state.latest_look.leader
             if leader not in state.active_strategies:
                 continue
-            runs = len(self.scores.list_full_runs(comparison, leader))
+            runs = len(self.scores.list_requested_full_runs(comparison, leader))
             correction, deviations = (
-                self.correct_conclusion(state),
+                self.find_full_run_correction(state),
                 self.compute_full_run_deviations(state),
             )
             mean = {strategy: statistics.fmean(logs) for strategy, logs in deviations.items()}
             own = mean.pop(leader, 0.0)
             equal = comparison.equals_ddp[comparison.strategies.index(leader)]
-            loss = None if equal else self.scores.estimate_loss(comparison, leader)
+            loss = None if equal else self.scores.estimate_score_loss(comparison, leader)
             near = correction is None and own <= MAX_LOG_DEVIATION / 2
             certain = near and (loss is None or loss.is_within_tolerance)
             if not runs or (not certain and runs < MATRIX_REPEATS):
-                self.requested_runs.setdefault(self.evidence.make_cell(comparison, leader, runs))
+                self.requested_runs.setdefault(
+                    self.evidence.make_full_run_cell(comparison, leader, runs)
+                )
             # If the leader's full runs are slower than predicted, those of the nearest rival may be, too.
             rival = max(mean, key=mean.__getitem__, default=None)
-            if correction and (correction.nearest_strategy in mean or not mean):
-                rival = correction.nearest_strategy
+            if correction and (correction.nearest_rival in mean or not mean):
+                rival = correction.nearest_rival
             done = len(deviations.get(rival, ()))
             if rival and (correction or own > MAX_LOG_DEVIATION) and done < MATRIX_REPEATS:
-                self.requested_runs.setdefault(self.evidence.make_cell(comparison, rival, done))
+                self.requested_runs.setdefault(
+                    self.evidence.make_full_run_cell(comparison, rival, done)
+                )
         return len(self.requested_runs) > before
 
     def compute_full_run_deviations(self, state: ComparisonState) -> dict[str, list[float]]:
         """Return log(measured / predicted time) of each full run of a comparison, by strategy."""
-        blocks = self.evidence.list_blocks(state.comparison.comparison_key)[
-            : state.last_look.num_blocks if state.last_look else None
+        blocks = self.evidence.list_blocks_of_comparison(state.comparison.comparison_key)[
+            : state.latest_look.num_blocks if state.latest_look else None
         ]
         return checks.compute_full_run_deviations(self.evidence, state.comparison, blocks)
 
-    def is_confirmed_by_full_runs(self, state: ComparisonState) -> bool:
+    def is_leader_confirmed_by_full_runs(self, state: ComparisonState) -> bool:
         """Return whether the leader has enough full runs to check its step time to MAX_LOG_DEVIATION."""
         runs = (
-            len(self.compute_full_run_deviations(state).get(state.last_look.leader, ()))
-            if state.last_look
+            len(self.compute_full_run_deviations(state).get(state.latest_look.leader, ()))
+            if state.latest_look
             else 0
         )
         return (
             runs > 0
-            and checks.compute_full_run_check_sd(runs, state.last_look.num_blocks, self._level)
+            and checks.estimate_full_run_deviation_sd(
+                runs, state.latest_look.num_blocks, self._level
+            )
             <= MAX_LOG_DEVIATION
         )
 
-    def correct_conclusion(self, state: ComparisonState) -> checks.FullRunCorrection | None:
+    def find_full_run_correction(self, state: ComparisonState) -> checks.FullRunCorrection | None:
         """Return the correction of a comparison's conclusion, or None if full runs and blocks agree."""
-        last = state.last_look
+        last = state.latest_look
         if last is None or last.leader not in state.active_strategies:
             return None
         bounds = {strategy: ratio.bound for strategy, ratio in last.ratios.items()}
-        for drop in state.drops:
+        for drop in state.dropped_strategies:
             if drop.ratio is not None:
                 bound = (
                     drop.ratio.bound if drop.drop_kind == "slower" else math.log(moderated.SCREEN)
                 )
                 bounds[drop.strategy] = bound
         deviations = self.compute_full_run_deviations(state)
-        return checks.correct_by_full_runs(
+        return checks.correct_conclusion_by_full_runs(
             deviations, last.leader, bounds, last.num_blocks, self._level
         )
 
     def get_corrected_look(self, state: ComparisonState) -> ComparisonLook | None:
         """Return a comparison's latest evaluation, corrected if full runs contradict the blocks."""
-        last, correction = state.last_look, self.correct_conclusion(state)
+        last, correction = state.latest_look, self.find_full_run_correction(state)
         if last is None or correction is None:
             return last
-        bound = max(last.max_log_advantage, correction.max_log_advantage)
+        bound = max(last.max_log_advantage_over_leader, correction.max_log_advantage_over_leader)
         return replace(
             last,
-            max_log_advantage=bound,
-            is_leader_fastest=last.is_leader_fastest and correction.is_fastest,
+            max_log_advantage_over_leader=bound,
+            is_leader_fastest=last.is_leader_fastest and correction.is_leader_fastest,
         )
 
 

@@ -20,7 +20,7 @@ class ScoreLoss:
 
     score_loss: float
     #: Upper 95 % bound of the loss; infinite if no strategy of the model was trained with two seeds.
-    max_loss: float
+    max_score_loss: float
     tolerance: float
     score_name: str
     num_seeds: int
@@ -28,7 +28,7 @@ class ScoreLoss:
     @property
     def is_within_tolerance(self) -> bool:
         """Whether the loss is within the tolerance with 95 % confidence."""
-        return self.max_loss <= self.tolerance
+        return self.max_score_loss <= self.tolerance
 
 
 class FullRunScores:
@@ -49,17 +49,19 @@ class FullRunScores:
         for comparison in evidence.comparisons:
             for strategy, equal in zip(comparison.strategies, comparison.equals_ddp, strict=True):
                 if equal:
-                    self._equal.setdefault(comparison.arithmetic_keys, []).append(
+                    self._equal.setdefault(comparison.arithmetic_key, []).append(
                         (comparison, strategy)
                     )
                 self._of_model.setdefault(_get_experiment_and_model(comparison), []).append(
                     (comparison, strategy)
                 )
 
-    def list_full_runs(self, comparison: PairedComparison, strategy: str) -> list[FullRun]:
+    def list_requested_full_runs(
+        self, comparison: PairedComparison, strategy: str
+    ) -> list[FullRun]:
         """Return the requested full runs of a strategy, one per seed."""
         cells = (
-            self._evidence.make_cell(comparison, strategy, repeat)
+            self._evidence.make_full_run_cell(comparison, strategy, repeat)
             for repeat in range(MATRIX_REPEATS)
         )
         runs = self._evidence.full_runs
@@ -73,13 +75,13 @@ class FullRunScores:
         """
         shared = [
             run
-            for other, strategy in self._equal.get(comparison.arithmetic_keys, ())
-            for run in self.list_full_runs(other, strategy)
+            for other, strategy in self._equal.get(comparison.arithmetic_key, ())
+            for run in self.list_requested_full_runs(other, strategy)
         ]
         if any(run.score is not None for run in shared):
             return shared
         by_strategy = [
-            [r for r in self.list_full_runs(comparison, a) if r.score is not None]
+            [r for r in self.list_requested_full_runs(comparison, a) if r.score is not None]
             for a in comparison.strategies
         ]
         return max(
@@ -88,18 +90,22 @@ class FullRunScores:
             default=[],
         )
 
-    def estimate_loss(self, comparison: PairedComparison, strategy: str) -> ScoreLoss | None:
+    def estimate_score_loss(self, comparison: PairedComparison, strategy: str) -> ScoreLoss | None:
         """Estimate by how much a strategy's score is worse than the reference.
 
         Return None if either score is unknown.
         """
-        own = [run for run in self.list_full_runs(comparison, strategy) if run.score is not None]
+        own = [
+            run
+            for run in self.list_requested_full_runs(comparison, strategy)
+            if run.score is not None
+        ]
         reference = [run for run in self.list_reference_runs(comparison) if run.score is not None]
         if not own or not reference:
             return None
         first = own[0]
         lost = first.score_sign * (_average_score(reference) - _average_score(own))
-        sd, dof = self._estimate_seed_sd(comparison)
+        sd, dof = self._estimate_score_sd_between_seeds(comparison)
         width = math.inf
         if dof:
             # This import takes 0.2 s, and the first rounds do not need it.
@@ -107,29 +113,33 @@ class FullRunScores:
 
             quantile = -float(stdtrit(dof, ALPHA))
             width = quantile * sd * math.sqrt(1 / len(own) + 1 / len(reference))
-        tolerance = self._evidence.tolerances.get(first.score_name, first.tolerance)
+        tolerance = self._evidence.score_tolerances.get(first.score_name, first.tolerance)
         return ScoreLoss(lost, lost + width, tolerance, first.score_name, len(own))
 
-    def _estimate_seed_sd(self, comparison: PairedComparison) -> tuple[float, int]:
+    def _estimate_score_sd_between_seeds(self, comparison: PairedComparison) -> tuple[float, int]:
         """Return the standard deviation of the score between seeds, and its degrees of freedom.
 
         The deviation is pooled over all strategies of the experiment and model.
         """
         squares, dof = 0.0, 0
         for other, strategy in self._of_model[_get_experiment_and_model(comparison)]:
-            scores = [r.score for r in self.list_full_runs(other, strategy) if r.score is not None]
+            scores = [
+                r.score
+                for r in self.list_requested_full_runs(other, strategy)
+                if r.score is not None
+            ]
             squares += float(np.var(scores) * len(scores)) if scores else 0.0
             dof += max(0, len(scores) - 1)
         return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
 
     def find_exclusion_reason(self, comparison: PairedComparison, strategy: str) -> str | None:
         """Return the reason why a strategy's full runs exclude it, or None."""
-        for run in self.list_full_runs(comparison, strategy):
+        for run in self.list_requested_full_runs(comparison, strategy):
             if run.status != "ok":
                 return f"its full run failed: {run.reason or run.status}"
         if comparison.equals_ddp[comparison.strategies.index(strategy)]:
             return None  # the score of such a strategy is itself the reference
-        loss = self.estimate_loss(comparison, strategy)
+        loss = self.estimate_score_loss(comparison, strategy)
         if loss is None or loss.score_loss <= loss.tolerance:
             return None
         unit = " points" if loss.score_name == "accuracy" else ""

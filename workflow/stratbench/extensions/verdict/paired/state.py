@@ -29,10 +29,10 @@ class ComparisonLook:
     #: Whether the blocks ran on fewer than three sets of nodes, so that a set ran several blocks.
     reuses_few_nodes: bool
     #: Distance of von Neumann's ratio below 1, in standard deviations: how similar successive blocks are.
-    excess_similarity_sds: float
+    block_similarity_sds: float
     leader: str
     #: Upper bound on log(leader's time / rival's time), for any rival.
-    max_log_advantage: float
+    max_log_advantage_over_leader: float
     is_leader_fastest: bool
     #: Log time ratio of each rival to the leader, by name of the rival.
     ratios: dict[str, Ratio]
@@ -45,13 +45,13 @@ class DroppedStrategy:
     """Strategy that left its comparison, after some number of blocks and for some reason."""
 
     strategy: str
-    num_blocks: int
+    num_blocks_when_dropped: int
     #: Kind of the reason: slower, much slower, oom, timeout, diverged, unsupported or score.
     drop_kind: str
     reason: str
     ratio: Ratio | None = None
     #: If the strategy was dropped as slower: the leader at that time.
-    compared_with: str | None = None
+    leader_when_dropped: str | None = None
 
 
 @dataclass
@@ -60,18 +60,18 @@ class ComparisonState:
 
     comparison: PairedComparison
     looks: list[ComparisonLook] = field(default_factory=list)
-    drops: list[DroppedStrategy] = field(default_factory=list)
+    dropped_strategies: list[DroppedStrategy] = field(default_factory=list)
     active_strategies: list[str] = field(default_factory=list)
     is_open: bool = True
 
     @property
-    def last_look(self) -> ComparisonLook | None:
+    def latest_look(self) -> ComparisonLook | None:
         """The latest interim analysis, or None before the first."""
         return self.looks[-1] if self.looks else None
 
     @property
-    def num_compared(self) -> int:
+    def num_compared_strategies(self) -> int:
         """Number of strategies whose times were compared: the remaining ones, and those dropped as slower."""
         return len(self.active_strategies) + sum(
-            drop.compared_with is not None for drop in self.drops
+            drop.leader_when_dropped is not None for drop in self.dropped_strategies
         )

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from stratbench.cell.files import finite_or_none
+from stratbench.cell.files import replace_non_finite_by_none
 from stratbench.cell.text.words import choose_noun_for_workers, format_count, pluralize
 from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS, MAX_LOG_DEVIATION
-from stratbench.extensions.verdict.blocks import VERDICT_VERSION, PairedBlock, add_digest
+from stratbench.extensions.verdict.blocks import VERDICT_VERSION, PairedBlock, add_verdict_digest
 from stratbench.extensions.verdict.paired import checks, dependence, judging
-from stratbench.extensions.verdict.paired.costs import Costs
-from stratbench.extensions.verdict.paired.next_round import NextRound, is_decided
-from stratbench.extensions.verdict.paired.noise import Noise, estimate_noise
-from stratbench.extensions.verdict.paired.rounds import Course
+from stratbench.extensions.verdict.paired.costs import VerdictGpuSeconds
+from stratbench.extensions.verdict.paired.next_round import NextRound, is_comparison_decided
+from stratbench.extensions.verdict.paired.noise import Noise, estimate_block_noise
+from stratbench.extensions.verdict.paired.rounds import RoundReplay
 from stratbench.extensions.verdict.paired.state import (
     ComparisonLook,
     ComparisonState,
@@ -28,7 +28,9 @@ MAX_CLAIMED_SHARE = 1.0
 CLAIMS = ("fastest", "within", "at most")
 
 
-def make_verdict(replay: Course, next_round: NextRound, notes: list[str]) -> dict[str, Any]:
+def make_verdict_content(
+    replay: RoundReplay, next_round: NextRound, notes: list[str]
+) -> dict[str, Any]:
     """Return the content of verdict.json.
 
     Args:
@@ -36,10 +38,10 @@ def make_verdict(replay: Course, next_round: NextRound, notes: list[str]) -> dic
         next_round: The next round.
         notes: Sentences on blocks, full runs and cells that are not used.
     """
-    costs = Costs(replay)
+    costs = VerdictGpuSeconds(replay)
     # Sorted blocks make floating-point sums independent of the order of files.
     blocks = [replay.evidence.blocks[key] for key in sorted(replay.evidence.blocks)]
-    noise, margin = estimate_noise(blocks), replay.evidence.margin
+    noise, margin = estimate_block_noise(blocks), replay.evidence.margin
     rivals = max((len(s.comparison.strategies) - 1 for s in replay.states), default=1)
     comparisons = [make_comparison_entry(replay, costs, state) for state in replay.states]
     unusable = [f"{b['experiment']}, {b['model']} on {b['gpus']}: {b['unusable']}"
@@ -49,12 +51,12 @@ def make_verdict(replay: Course, next_round: NextRound, notes: list[str]) -> dic
         for comparison in comparisons
         if len(comparison["strategies"]) > 1
     ]
-    return add_digest({
+    return add_verdict_digest({
         "schema_version": VERDICT_VERSION,
         "study": replay.evidence.study,
         "margin": margin,
         "rounds": replay.round,
-        "done": next_round.is_last,
+        "done": next_round.is_verdict_done,
         "reason": next_round.reason,
         "hours": "worker-hours" if any(b.device == "cpu" for b in blocks) else "GPU-hours",
         "spent_gpu_hours": next_round.spent_gpu_hours,
@@ -65,15 +67,17 @@ def make_verdict(replay: Course, next_round: NextRound, notes: list[str]) -> dic
         "next": {
             "blocks": len(next_round.blocks),
             "full_runs": [str(c) for c in next_round.full_runs],
-            "may_follow": next_round.max_following_rounds,
+            "may_follow": next_round.max_later_block_rounds,
         },
         "comparisons": comparisons,
-        "noise": vars(noise) | {"text": describe_noise(noise, margin, rivals)},
+        "noise": noise.as_dict() | {"text": describe_noise(noise, margin, rivals)},
         "notes": [*notes, *unusable],
     })  # fmt: skip
 
 
-def make_comparison_entry(replay: Course, costs: Costs, state: ComparisonState) -> dict[str, Any]:
+def make_comparison_entry(
+    replay: RoundReplay, costs: VerdictGpuSeconds, state: ComparisonState
+) -> dict[str, Any]:
     """Return the entry of a comparison in verdict.json.
 
     Args:
@@ -83,16 +87,16 @@ def make_comparison_entry(replay: Course, costs: Costs, state: ComparisonState) 
     """
     last, comparison = replay.get_corrected_look(state), state.comparison
     # Blocks after the latest interim analysis do not count, because they were not evaluated yet.
-    blocks = replay.evidence.list_blocks(comparison.comparison_key)[
+    blocks = replay.evidence.list_blocks_of_comparison(comparison.comparison_key)[
         : last.num_blocks if last else None
     ]
-    unusable = next(checks.iter_unusable_reasons(blocks), None)
+    unusable = next(checks.iter_reasons_for_unusable_blocks(blocks), None)
     claim, text = make_conclusion(replay, state, blocks)
     if unusable and claim != "only":
         claim, text = "none", f"Nothing is claimed: {unusable}."
-    matrix_s = costs.estimate_matrix_gpu_seconds(state)
-    doubts = list(iter_doubts(replay, state, blocks))
-    level, reason = assess_confidence(replay, state, blocks, claim, doubts)
+    matrix_s = costs.estimate_full_matrix_gpu_seconds(state)
+    doubts = list(iter_doubt_sentences(replay, state, blocks))
+    level, reason = assess_conclusion_confidence(replay, state, blocks, claim, doubts)
     return {
         "experiment": comparison.comparison_key.experiment,
         "model": comparison.comparison_key.model,
@@ -113,21 +117,26 @@ def make_comparison_entry(replay: Course, costs: Costs, state: ComparisonState) 
         "node_sets": len({block.hosts for block in blocks}),
         "blocks": last.num_blocks if last else len(blocks),
         "unusable": unusable,
-        "checked": replay.is_confirmed_by_full_runs(state),
+        "checked": replay.is_leader_confirmed_by_full_runs(state),
         "steps": blocks[0].steps if blocks else None,
         "open": is_comparison_open(state),
         "claim": claim,
         "claimed": claim in CLAIMS,
         "text": text,
         "leader": last.leader if last else None,
-        "at_most": convert_log_to_excess(last.max_log_advantage) if last else None,
+        "at_most": convert_log_to_share_or_none(last.max_log_advantage_over_leader)
+        if last
+        else None,
         "confidence": level,
         "confidence_reason": reason,
         "doubts": doubts,
-        "ratios": [make_ratio_entry(state, strategy) for strategy in comparison.strategies],
+        "ratios": [make_strategy_entry(state, strategy) for strategy in comparison.strategies],
         "looks": [make_look_entry(look) for look in state.looks],
         "step_s": {
-            strategy: [finite_or_none(math.exp(b.compute_log_step_time(strategy))) for b in blocks]
+            strategy: [
+                replace_non_finite_by_none(math.exp(b.compute_log_step_time(strategy)))
+                for b in blocks
+            ]
             for strategy in comparison.strategies
         },
         "full_steps": comparison.full_steps,
@@ -140,8 +149,8 @@ def make_comparison_entry(replay: Course, costs: Costs, state: ComparisonState) 
     }
 
 
-def iter_doubts(
-    replay: Course, state: ComparisonState, blocks: Sequence[PairedBlock]
+def iter_doubt_sentences(
+    replay: RoundReplay, state: ComparisonState, blocks: Sequence[PairedBlock]
 ) -> Iterator[str]:
     """Yield a sentence on each reason to doubt a comparison's blocks.
 
@@ -160,15 +169,15 @@ def iter_doubts(
                 f"the time of {format_count(len(logs_apart), 'full run')} of {strategy} differs by {ends} "
                 "from the number of steps times the step time in the blocks"
             )
-    if (correction := replay.correct_conclusion(state)) and (
-        before := convert_log_to_share(state.last_look.max_log_advantage)
+    if (correction := replay.find_full_run_correction(state)) and (
+        before := convert_log_to_share_or_inf(state.latest_look.max_log_advantage_over_leader)
     ) < MAX_CLAIMED_SHARE:
         yield (
             f"according to the blocks, no strategy is more than {before:.1%} faster than "
-            f"{state.last_look.leader}; according to the full runs, {correction.nearest_strategy} may be"
+            f"{state.latest_look.leader}; according to the full runs, {correction.nearest_rival} may be"
         )
     for block in blocks:
-        for strategy, factor in checks.iter_contradicting_strategies(
+        for strategy, factor in checks.iter_strategies_contradicting_full_runs(
             replay.evidence, state.comparison, block
         ):
             times = f"{factor:.0f} times" if factor > 1 else f"1/{1 / factor:.0f} of"
@@ -176,13 +185,13 @@ def iter_doubts(
                 f"a step of {strategy} in block {block.block_number} takes {times} the step time of its own "
                 "full run"
             )
-    last = state.last_look
-    if last and last.excess_similarity_sds > dependence.CERTAIN_SDS:
+    last = state.latest_look
+    if last and last.block_similarity_sds > dependence.CERTAIN_SDS:
         wider = ", so that the intervals are widened" if last.reuses_few_nodes else ""
         yield f"successive blocks are more similar than chance explains{wider}"
 
 
-def describe_noise(noise: Noise, margin: float, num_rivals: int) -> str:
+def describe_block_noise(noise: Noise, margin: float, num_rivals: int) -> str:
     """Return a text on the noise between blocks, and on the blocks that a conclusion takes.
 
     Args:
@@ -190,14 +199,14 @@ def describe_noise(noise: Noise, margin: float, num_rivals: int) -> str:
         margin: Share within which strategies shall be compared.
         num_rivals: Number of strategies other than the leader.
     """
-    if noise.ratio is None:
+    if noise.log_ratio_sd is None:
         return "the noise is unknown: to estimate it takes two blocks of one model and worker count"
     needed = noise.count_blocks_for_margin(margin, num_rivals)
     takes = "takes more blocks than a verdict runs"
     if needed is not None:
         takes = f"takes about {format_count(needed, 'block')}"
     return (
-        f"the time ratio of two strategies has a standard deviation of {noise.ratio:.1%} between blocks; a "
+        f"the time ratio of two strategies has a standard deviation of {noise.log_ratio_sd:.1%} between blocks; a "
         f"conclusion within {100 * margin:.3g} % among {num_rivals + 1} equally fast strategies {takes}"
     )
 
@@ -211,7 +220,7 @@ def is_comparison_open(state: ComparisonState) -> bool:
 
 
 def make_conclusion(
-    replay: Course, state: ComparisonState, blocks: list[PairedBlock]
+    replay: RoundReplay, state: ComparisonState, blocks: list[PairedBlock]
 ) -> tuple[str, str]:
     """Return the kind of a comparison's conclusion, and the conclusion as a sentence.
 
@@ -231,22 +240,22 @@ def make_conclusion(
     if last is None:
         return "none", "Nothing is known yet: no block has been evaluated."
     where, sure = describe_nodes(blocks), f"(95 %{describe_node_count(blocks)})"
-    if not replay.is_confirmed_by_full_runs(state):
+    if not replay.is_leader_confirmed_by_full_runs(state):
         # The claim is restricted to the time of steps, because no full run confirms that of whole trainings.
         where = f" by its steps{where}"
     if not state.active_strategies:
         return (
             "none",
-            f"No strategy is left: {'; '.join(f'{d.strategy} {d.reason}' for d in state.drops)}.",
+            f"No strategy is left: {'; '.join(f'{d.strategy} {d.reason}' for d in state.dropped_strategies)}.",
         )
     few = last.num_common_blocks < judging.MIN_BLOCKS
-    if state.num_compared == 1 or (len(state.active_strategies) == 1 and few):
+    if state.num_compared_strategies == 1 or (len(state.active_strategies) == 1 and few):
         return "only", f"{state.active_strategies[0]} is the only strategy left{where}."
     if (
         not set(state.active_strategies) <= {last.leader, *last.ratios}
         or last.leader not in state.active_strategies
     ):
-        out = next(d for d in reversed(state.drops) if d.compared_with is None)
+        out = next(d for d in reversed(state.dropped_strategies) if d.leader_when_dropped is None)
         return "none", f"{out.strategy} is excluded ({out.reason}); the others are evaluated next."
     if few:
         return "none", (
@@ -254,9 +263,12 @@ def make_conclusion(
             f"takes at least {judging.MIN_BLOCKS}."
         )
     if last.is_leader_fastest:
-        return "fastest", f"{last.leader} is the fastest of {state.num_compared}{where} {sure}."
-    shown = convert_log_to_share(last.max_log_advantage)
-    if is_decided(replay, state):
+        return (
+            "fastest",
+            f"{last.leader} is the fastest of {state.num_compared_strategies}{where} {sure}.",
+        )
+    shown = convert_log_to_share_or_inf(last.max_log_advantage_over_leader)
+    if is_comparison_decided(replay, state):
         return (
             "within",
             f"{last.leader} is within {100 * margin:.3g} % of the fastest{where} {sure}.",
@@ -280,7 +292,7 @@ def describe_nodes(blocks: list[PairedBlock]) -> str:
     if len(sets) == 1:
         return f" on {'node' if len(sets[0]) == 1 else 'nodes'} {', '.join(sets[0])}"
     named = " and ".join(", ".join(hosts) for hosts in sets)
-    return f" on {count_node_sets(len(sets), sets)} alone, {named}"
+    return f" on {format_node_set_count(len(sets), sets)} alone, {named}"
 
 
 def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
@@ -289,10 +301,10 @@ def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
     The text is empty if the blocks ran on fewer than three sets of nodes.
     """
     sets = {block.hosts for block in blocks}
-    return f", on {count_node_sets(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
+    return f", on {format_node_set_count(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
 
 
-def count_node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
+def format_node_set_count(count: int, sets: Iterable[tuple[str, ...]]) -> str:
     """Return the number of sets of nodes as text, such as `2 nodes` or `2 sets of nodes`.
 
     Args:
@@ -306,15 +318,15 @@ def count_node_sets(count: int, sets: Iterable[tuple[str, ...]]) -> str:
     )
 
 
-def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
+def make_strategy_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
     """Return the entry of a strategy in its comparison in verdict.json.
 
     The entry has the strategy's state, and the ratio of its time to the leader's. For a dropped strategy, the
     ratio is the one at which it was dropped.
     """
-    last = state.last_look
+    last = state.latest_look
     drop: DroppedStrategy | None = next(
-        (d for d in reversed(state.drops) if d.strategy == strategy), None
+        (d for d in reversed(state.dropped_strategies) if d.strategy == strategy), None
     )
     values: dict[str, Any] = {
         "strategy": strategy, "state": "open", "against": None, "ratio": None, "low": None, "high": None,
@@ -322,8 +334,12 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
     }  # fmt: skip
     ratio = None
     if drop is not None:
-        values |= {"state": drop.drop_kind, "blocks": drop.num_blocks, "reason": drop.reason}
-        ratio, values["against"] = drop.ratio, drop.compared_with
+        values |= {
+            "state": drop.drop_kind,
+            "blocks": drop.num_blocks_when_dropped,
+            "reason": drop.reason,
+        }
+        ratio, values["against"] = drop.ratio, drop.leader_when_dropped
     elif last is not None and strategy == last.leader:
         values |= {"state": "leader", "ratio": 1.0}
     elif last is not None and strategy in last.ratios:
@@ -343,11 +359,11 @@ def make_ratio_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
             values |= {"low": None, "high": None, "at_least": None}
     return values | {
         "text": format_ratio_with_bound(values),
-        "words": describe_comparison_with_leader(values),
+        "words": describe_state_relative_to_leader(values),
     }
 
 
-def describe_comparison_with_leader(strategy_entry: dict[str, Any]) -> str:
+def describe_state_relative_to_leader(strategy_entry: dict[str, Any]) -> str:
     """Return a strategy's state relative to the leader in words, such as `not told apart`.
 
     Args:
@@ -391,28 +407,28 @@ def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
     return {
         "blocks": look.num_blocks,
         "leader": look.leader,
-        "at_most": convert_log_to_excess(look.max_log_advantage),
+        "at_most": convert_log_to_share_or_none(look.max_log_advantage_over_leader),
         "intervals": intervals,
         "slower": list(look.slower_strategies),
     }
 
 
-def convert_log_to_excess(log_ratio: float) -> float | None:
+def convert_log_to_share_or_none(log_ratio: float) -> float | None:
     """Return the share by which a ratio exceeds 1 from its logarithm, or None if infinite."""
     ratio = convert_log_to_ratio(log_ratio)
     return None if ratio is None else ratio - 1
 
 
-def convert_log_to_share(log_ratio: float) -> float:
+def convert_log_to_share_or_inf(log_ratio: float) -> float:
     """Return the share by which a ratio exceeds 1, from its logarithm. The share may be infinite."""
-    share = convert_log_to_excess(log_ratio)
+    share = convert_log_to_share_or_none(log_ratio)
     return math.inf if share is None else share
 
 
 # ---------------------------------------------------------------- how sure
 
 
-def classify_score(replay: Course, state: ComparisonState, strategy: str) -> str:
+def classify_score(replay: RoundReplay, state: ComparisonState, strategy: str) -> str:
     """Return the class of a strategy's score: `equal`, `good`, `worse`, `not measured` or `no score`.
 
     `equal` means that the arithmetic of the strategy equals DDP's.
@@ -422,17 +438,17 @@ def classify_score(replay: Course, state: ComparisonState, strategy: str) -> str
         state: State of the comparison.
         strategy: Name of the strategy.
     """
-    if not state.comparison.has_score:
+    if not state.comparison.has_scored_full_runs:
         return "no score"
     if state.comparison.equals_ddp[state.comparison.strategies.index(strategy)]:
         return "equal"
-    if not replay.scores.list_full_runs(state.comparison, strategy):
+    if not replay.scores.list_requested_full_runs(state.comparison, strategy):
         return "not measured"
     return "worse" if replay.scores.find_exclusion_reason(state.comparison, strategy) else "good"
 
 
-def assess_confidence(
-    replay: Course,
+def assess_conclusion_confidence(
+    replay: RoundReplay,
     state: ComparisonState,
     blocks: list[PairedBlock],
     claim: str,
@@ -470,10 +486,10 @@ def assess_confidence(
         reasons.append(
             f"The conclusion holds for {pluralize(choose_noun_for_workers(['cpu']))}, and not for GPUs."
         )
-    if open_score := find_score_doubt(replay, state):
+    if open_score := find_doubt_on_leader_score(replay, state):
         sure = False
         reasons.append(open_score)
-    if not replay.is_confirmed_by_full_runs(state):
+    if not replay.is_leader_confirmed_by_full_runs(state):
         sure = False
         if last.leader not in replay.compute_full_run_deviations(state):
             reasons.append("No full run of the leader has confirmed its step time yet.")
@@ -484,7 +500,7 @@ def assess_confidence(
     if doubts:
         sure = False
         reasons.append(f"Doubts: {'; '.join(doubts)}.")
-    at_most = convert_log_to_share(last.max_log_advantage)
+    at_most = convert_log_to_share_or_inf(last.max_log_advantage_over_leader)
     narrow = last.is_leader_fastest or at_most <= judging.EQUAL + 1e-9
     if not narrow:
         by = f"up to {at_most:.1%}" if at_most <= MAX_CLAIMED_SHARE else "much"
@@ -495,10 +511,10 @@ def assess_confidence(
     return level, " ".join([over, *reasons])
 
 
-def find_score_doubt(replay: Course, state: ComparisonState) -> str | None:
+def find_doubt_on_leader_score(replay: RoundReplay, state: ComparisonState) -> str | None:
     """Return the reason why the leader's score may not be good enough, or None."""
-    leader = state.last_look.leader
-    if not state.comparison.has_score:
+    leader = state.latest_look.leader
+    if not state.comparison.has_scored_full_runs:
         return (
             "No score was measured, because the setting `steps` is set: equal scores are assumed."
         )
@@ -507,7 +523,7 @@ def find_score_doubt(replay: Course, state: ComparisonState) -> str | None:
         if any(run.status == "ok" for run in scores.list_reference_runs(state.comparison)):
             return None
         return "No full run of a strategy with DDP's arithmetic has ended well yet."
-    loss = scores.estimate_loss(state.comparison, leader)
+    loss = scores.estimate_score_loss(state.comparison, leader)
     if loss is None:
         return f"The score of {leader} is unknown."
     if loss.is_within_tolerance:
@@ -515,6 +531,6 @@ def find_score_doubt(replay: Course, state: ComparisonState) -> str | None:
     differs = f"{abs(loss.score_loss):.2g} {'worse' if loss.score_loss > 0 else 'better'}"
     seeds = format_count(loss.num_seeds, "seed")
     text = f"Over {seeds} its {loss.score_name} is {differs} than the reference"
-    if not math.isfinite(loss.max_loss):
+    if not math.isfinite(loss.max_score_loss):
         return f"{text}; with one seed no bound on the difference is known ({loss.tolerance:g} allowed)."
-    return f"{text} and may be {loss.max_loss:.2g} worse (95 %, {loss.tolerance:g} allowed)."
+    return f"{text} and may be {loss.max_score_loss:.2g} worse (95 %, {loss.tolerance:g} allowed)."
