@@ -490,7 +490,7 @@ def test_a_cell_with_any_record_is_not_counted_as_still_to_do(plan_of, monkeypat
     record = record_of("ddp", 2, 5.0) | {"status": "unsupported", "reason": "it cannot"}
     found = {plan.cells[0].cell: record | {"time": {"train_time_s": None}}}
     plan = plan_of(records=found, strategies=["ddp"], gpus=[2])
-    assert (plan.cells[0].state, plan.unheld) == ("unsupported", [])
+    assert (plan.cells[0].state, plan.texts_on_too_large_cells) == ("unsupported", [])
     assert quantities.sum_plan_totals(plan, plan.device)["gpu_hours"] == (0, 0)
     assert "nothing left to do" in format_plan(plan)
 
@@ -512,7 +512,7 @@ def test_no_node_is_missed_for_a_cell_that_is_skipped(plan_of, monkeypatch):
             made_up(500), strategies=["ddp"], gpus=[2], cluster={"skip_infeasible": skips}
         )
         assert {c.state for c in plan.cells} == {"infeasible"}
-        assert bool(plan.unheld) != skips
+        assert bool(plan.texts_on_too_large_cells) != skips
 
 
 def test_what_a_verdict_costs_is_told_and_where_cells_are_too_short_for_a_tenth(plan_of):

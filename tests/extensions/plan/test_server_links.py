@@ -33,7 +33,7 @@ def test_the_busiest_link_carries_what_its_formula_says(tmp_path, server_placeme
 
     def note(worker, ticket, channel):
         """Between two tickets is a whole exchange: the first weights are no step's, the last may not come."""
-        moved.setdefault(worker, []).append(channel.moved_bytes)
+        moved.setdefault(worker, []).append(channel.sent_and_received_bytes_by_server)
 
     servers = [Served(replace(plan, server=k), SECRET) for k in range(n_servers)]
     workers = [Worked(plan, SECRET, w, transport="tcp", before_push=note) for w in range(4)]

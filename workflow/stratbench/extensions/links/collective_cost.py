@@ -267,7 +267,7 @@ class _Fit:
     """Latency and bandwidth that were fitted to the times of one kind of collective.
 
     Attributes:
-        rms_log_error: Root mean square of ln(median time / fitted time).
+        rms_log_error_of_medians: Root mean square of ln(median time / fitted time).
         log_sd: Root mean square of ln(time / fitted time) over all times.
         links: Fitted links by level.
         algorithm: Name of the algorithm, or "fastest".

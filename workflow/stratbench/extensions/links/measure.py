@@ -29,8 +29,8 @@ from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.links.collective_cost import CollectiveTime, FittedLink, fit_links
 from stratbench.extensions.links.group import (
     LinkGroup,
-    measure_links_in_launched_process,
     measure_links_here,
+    measure_links_in_launched_process,
     measure_links_on_nodes,
 )
 from stratbench.extensions.links.servers import measure_server_exchanges

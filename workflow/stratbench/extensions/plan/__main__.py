@@ -24,12 +24,12 @@ from stratbench.extensions.plan.one_model.one_network import make_model_study
 from stratbench.extensions.plan.pages import table
 from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.extensions.plan.pages.model_answer import (
-    format_model_answer,
     format_first_traced_strategy,
+    format_model_answer,
 )
 from stratbench.extensions.plan.pages.text import (
-    format_single_model_plan,
     format_plan,
+    format_single_model_plan,
     write_plan_html,
 )
 from stratbench.extensions.plan.schedule import (

@@ -144,11 +144,11 @@ class StudyCheck:
     """Result of the check of a study: models, dry runs and footprints.
 
     Attributes:
-        subjects: The cells of the study.
+        cells_to_plan: The cells of the study.
         checks_by_network: Check of each model.
         rehearsals_by_request: Dry run of each kind of cell.
         refusal_reasons_by_cell: Why a cell cannot be trained, by cell.
-        resharding: Footprints by value of `reshard_after_forward`, for kinds of cells that were tried
+        footprints_by_resharding: Footprints by value of `reshard_after_forward`, for kinds of cells that were tried
             with both.
     """
 
@@ -341,7 +341,10 @@ def _check_model(request: Request) -> CheckResult:
             unchecked_reason="config.yaml only names it, and the command that trains it builds it"
         )
     parameters = _count_model_parameters(request)
-    if models.get_metadata(request.model_source).own_model and parameters <= MAX_REAL_PARAMETERS:
+    if (
+        models.get_model_metadata(request.model_source).own_model
+        and parameters <= MAX_REAL_PARAMETERS
+    ):
         result = _run_model_trial(request, on_fake_tensors=False)
         # If forward reads values of tensors, a trial on fake tensors decides once for all kinds of cells.
         if result.trial_values["forward_reads_values"]:
@@ -511,7 +514,7 @@ def _find_refusal_reason(request: Request, trial: Trial, only_by_rules: bool = F
                 return None
             strategy.setup(model, worker)
             if request.autocasts_like_cuda:
-                stack.enter_context(fake.cuda_autocast())
+                stack.enter_context(fake.emulate_cuda_autocast())
             strategy.step(*request.make_example_batch(SAMPLES * request.num_accumulated_parts))
             fake.evaluate_on_fake_tensors(strategy, request)
         except ModelError as error:

@@ -10,7 +10,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_count
 from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.footprint import Footprint
-from stratbench.extensions.plan.needs import Needs, CellToPlan
+from stratbench.extensions.plan.needs import CellToPlan, Needs
 
 # Indices into the tuples below. Each tuple has a value for the best case, one for the worst case, and a usual
 # one, by which cells are compared. They were chosen from published trainings, which reach up to 74 % of a

@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_bytes, format_count, format_seconds
-from stratbench.extensions.plan.check import StudyCheck, Network
+from stratbench.extensions.plan.check import Network, StudyCheck
 from stratbench.extensions.plan.device_rates import (
     Device,
     find_matching_datasheets,
@@ -25,16 +25,16 @@ from stratbench.extensions.plan.duration import (
     WORST,
     ProjectedDuration,
     Span,
-    estimate_time_outside_steps,
     estimate_time_from_records,
+    estimate_time_outside_steps,
     predict_step_duration,
 )
 from stratbench.extensions.plan.footprint.footprint import Footprint, MemoryPeak
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.needs import (
-    Needs,
     CellToPlan,
+    Needs,
     compute_data_bytes_on_device,
     derive_needs,
 )

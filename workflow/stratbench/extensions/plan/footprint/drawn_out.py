@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.footprint import (
     Affine,
-    TracedSteps,
     Footprint,
     MemoryPeak,
     Moment,
     ReductionSize,
+    TracedSteps,
     drop_zero_bytes,
     find_highest_lines,
     list_positions_by_reduction,
@@ -80,7 +80,7 @@ def extrapolate_footprint(trace_blocks: Callable[..., TracedSteps], blocks: Bloc
         blocks: All blocks.
 
     Raises:
-        UnlikeError: If the blocks are not called equally, so that all must be traced.
+        TraceMismatchError: If the blocks are not called equally, so that all must be traced.
     """
     try:
         few, more = (trace_blocks(blocks=blocks._replace(count=n)) for n in (FEW, MORE))
@@ -306,7 +306,7 @@ def pair_matching_segments(
     The longer model's additional block in the middle is left out.
 
     Raises:
-        UnlikeError: If the segments do not match.
+        TraceMismatchError: If the segments do not match.
     """
     rest = [s for s in more_segments if not s.is_in_added_block]
     if [s.key for s in few_segments] != [s.key for s in rest]:
@@ -327,7 +327,7 @@ def check_blocks_are_equal(
     live_bytes: Sequence[Sequence[int]],
     collectives: Sequence[CollectiveCall],
 ) -> None:
-    """Raise UnlikeError if a block differs from its neighbours.
+    """Raise TraceMismatchError if a block differs from its neighbours.
 
     Args:
         segments: Segments of a step of the longer trace.
@@ -450,7 +450,7 @@ def sum_weighted_numbers(values: Sequence[Any], weights: Sequence[int]) -> Any:
         weights: A weight for each value; the weights add up to one.
 
     Raises:
-        UnlikeError: If the values differ in more than their numbers.
+        TraceMismatchError: If the values differ in more than their numbers.
     """
     *others, last = values
     if any(type(x) is not type(last) and not isinstance(x, int | float) for x in others):

@@ -26,7 +26,7 @@ from stratbench.extensions.plan.footprint.equal_blocks import (
     mark_block_passes,
 )
 from stratbench.extensions.plan.footprint.replica import Replica
-from stratbench.extensions.plan.footprint.request import Request, MicrobatchCounts
+from stratbench.extensions.plan.footprint.request import MicrobatchCounts, Request
 from stratbench.extensions.plan.footprint.torch_internals import (
     FakeTensors,
     open_fake_process_group,
@@ -149,7 +149,7 @@ def build_worker(
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
     """Return the model, the strategy and the worker of a request, before `setup`.
 
-    Call it within `fake_worker_environment`.
+    Call it within `open_fake_worker_environment`.
 
     Args:
         request: The request.

@@ -25,7 +25,7 @@ from stratbench.extensions.plan.footprint.footprint import (
     make_footprint,
     trace_two_steps,
 )
-from stratbench.extensions.plan.footprint.request import Request, MicrobatchCounts
+from stratbench.extensions.plan.footprint.request import MicrobatchCounts, Request
 from stratbench.strategies import get_mesh
 from stratbench.workload.users_code import ModelError
 
@@ -79,7 +79,7 @@ def extrapolate_accumulated_parts(
     """Extrapolate the footprint of a step to many accumulated parts of a batch.
 
     Raises:
-        UnlikeError: If steps in few parts differ in more than numbers.
+        TraceMismatchError: If steps in few parts differ in more than numbers.
     """
     steps = request.gradient_accumulation_steps
 
@@ -114,7 +114,7 @@ def extrapolate_pipeline_microbatches(
     """Extrapolate the footprint of a pipeline from traces with few micro-batches.
 
     Raises:
-        UnlikeError: If few micro-batches are not scheduled like many.
+        TraceMismatchError: If few micro-batches are not scheduled like many.
     """
     from stratbench.extensions.plan.footprint import fake
 
@@ -177,7 +177,7 @@ def sum_weighted_footprints(
         weights: Weight of each footprint; the weights add up to one.
 
     Raises:
-        UnlikeError: If the footprints have other moments or collectives.
+        TraceMismatchError: If the footprints have other moments or collectives.
     """
     if any(f.stage_footprints for f in footprints):
         alike = zip(*(f.stage_footprints for f in footprints), strict=True)
@@ -202,7 +202,7 @@ def extrapolate_collective_entries(
     """Extrapolate a step's collectives to a step with more parts.
 
     Raises:
-        UnlikeError: If collectives are not repeated from part to part.
+        TraceMismatchError: If collectives are not repeated from part to part.
     """
     a, b = (
         [tuple(map(_round_division_error, call)) for call in each]

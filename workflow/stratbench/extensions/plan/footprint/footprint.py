@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.extensions.plan.footprint.reductions import Reduction
-from stratbench.extensions.plan.footprint.request import Request, MicrobatchCounts
+from stratbench.extensions.plan.footprint.request import MicrobatchCounts, Request
 from stratbench.strategies import get_mesh
 from stratbench.telemetry.flops import TRAINING_FLOPS, count_flops
 from stratbench.workload.network import models
@@ -60,7 +60,7 @@ class ReductionSize:
         outputs: Number of sums.
         inputs: Number of terms of each sum.
         together: Sums that a thread computes at once.
-        sum_bytes: Bytes of a partial sum.
+        partial_sum_bytes: Bytes of a partial sum.
     """
 
     outputs: Affine
@@ -321,10 +321,10 @@ class TracedSteps:
         blocks: The few equal blocks that the model was traced with, or None for all.
         trace: The trace.
         strategy: The strategy after the steps.
-        step_phases: Phases of each step.
-        event_edges: Numbers of the events at which the steps and the evaluation begin.
-        collective_calls: Collectives of a step, each with its bytes per sample.
-        other_moments: Moments of steps of other kinds.
+        phases_of_both_steps: Phases of each step.
+        first_events: Numbers of the events at which the steps and the evaluation begin.
+        collectives_of_step: Collectives of a step, each with its bytes per sample.
+        moments_of_other_steps: Moments of steps of other kinds.
     """
 
     request: Request
@@ -507,7 +507,7 @@ def _count_flops_per_sample(
 ) -> dict[str, float]:
     """Return floating-point operations per sample of the whole model, as a job counts them.
 
-    `forward_flops` are those of the traced forward, for a user's model that cannot be counted separately.
+    `forward_and_attention_flops` are those of the traced forward, for a user's model that cannot be counted separately.
     """
     s = request.settings
     own = json.dumps(s.own_model, sort_keys=True)

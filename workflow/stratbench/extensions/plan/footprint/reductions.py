@@ -27,7 +27,7 @@ class Reduction:
 
     Attributes:
         together: Sums that a thread computes at once: 1, 2 or 4.
-        sum_bytes: Bytes of a partial sum.
+        partial_sum_bytes: Bytes of a partial sum.
     """
 
     outputs: int

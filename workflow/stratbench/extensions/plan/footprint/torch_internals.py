@@ -40,7 +40,7 @@ SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class FakeTensors(KnownValueFakeMode):
-    """Fake tensor mode that finds cached results of operators faster than `KnownFakes`.
+    """Fake tensor mode that finds cached results of operators faster than `KnownValueFakeMode`.
 
     The results of operators are cached, and most time goes into describing operands for a look-up. Here the
     keys are shorter, but still distinguish all strided tensors.

@@ -159,7 +159,7 @@ def estimate(
     cls = get_strategy_class(name)
     reason = BY_COMMAND if request.is_trained_by_command else None
     if cls.divides_network:
-        reason = cls.explain_indivisible(request.model_source)
+        reason = cls.indivisible_model_reason(request.model_source)
     if reason is not None:
         raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.

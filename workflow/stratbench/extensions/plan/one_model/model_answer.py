@@ -115,7 +115,7 @@ class StrategyAnswer:
 class Answer:
     """Answer to the question which strategies fit a model on some GPUs.
 
-    `strategy_answers` are sorted, with the fastest that fits first. `unplanned_text` counts and names
+    `strategy_answers` are sorted, with the fastest that fits first. `text_on_unplanned_variants` counts and names
     what was not planned.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_count, format_names
-from stratbench.extensions.plan.check import StudyCheck, CheckResult, Network
+from stratbench.extensions.plan.check import CheckResult, Network, StudyCheck
 from stratbench.extensions.plan.needs import CellToPlan
 from stratbench.strategies import get_strategy_class
 from stratbench.strategies.base import Strategy

@@ -22,8 +22,8 @@ from stratbench.extensions.plan.pages.answers import PART_NAMES, answer_user_que
 from stratbench.extensions.plan.pages.table import COLUMNS, RANGE
 from stratbench.extensions.plan.pages.what_fits import collect_page_data
 from stratbench.extensions.plan.quantities import (
-    format_compared_time,
     format_bytes_in_unit,
+    format_compared_time,
     format_time_range,
     group_cells_by,
     list_assumed_rates,

@@ -105,7 +105,7 @@ function timesOf(entry, device, s, samples, sent, steps) {
   return alike ? { low: usual * runs.low, high: usual * runs.high, usual, source: runs.source } : { low, high, usual, source: null };
 }
 
-/** Seconds of `steps` steps and of one's computing by the device's rates: `plan_step`. */
+/** Seconds of `steps` steps and of one's computing by the device's rates: `predict_step_duration`. */
 function secondsByRates(entry, device, s, samples, sent, steps) {
   const kind = device.is_gpu ? "gpu" : "cpu", R = D.rates;
   const rate = device.is_gpu ? device.flops_per_s[s.precision] : device.flops_per_s[""] / s.workers;
