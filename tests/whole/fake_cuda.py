@@ -106,7 +106,7 @@ def patches() -> Iterator[Any]:
         device.make_host_scalar, side_effect=lambda *_: torch.empty(1)
     )
     yield mock.patch.object(device, "make_host_scalar", fake_scalar)
-    yield answers(device.Staging, "_judge", None)  # it looks at what the device found
+    yield answers(device.Staging, "_report_overflow", None)  # it looks at what the device found
     # Of a module that is not DistributedDataParallel's.
     yield answers(ddp, "read_sampled_step_times", ddp.SampledTimes(0, 0.0, 0.0))
 
@@ -155,7 +155,7 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
         staging.make_stream_wait_for_weights()
 
     channel = mock.create_autospec(client.Channel, instance=True)
-    channel.wait_s, channel.moved_bytes = 0.0, [0, 0]
+    channel.wait_s, channel.sent_and_received_bytes_by_server = 0.0, [0, 0]
     channel.send_during_backward.side_effect = staging.copy_during_backward
     channel.rehearse_exchange.side_effect = channel.push_pull.side_effect = push
     channel.wait_for_first_ticket.return_value = Ticket(0, 0, 0, 0)

@@ -30,8 +30,8 @@ from stratbench.extensions.elastic.servers.config import ElasticConfig, ElasticS
 from stratbench.extensions.elastic.servers.evaluations import parse_score_message
 from stratbench.extensions.elastic.servers.journal import (
     is_state_of_all_servers_saved,
-    read_run_end_mark,
     read_journal,
+    read_run_end_mark,
 )
 from stratbench.extensions.elastic.servers.saved_state import (
     StateError,
@@ -194,7 +194,7 @@ class Returning(Worked):
         channel = ReturningChannel(
             join, config.rendezvous, config.elastic.folder, self.leaving, self._silence_s
         )
-        channel._send_initial = channel._channel._send_initial_tensors
+        channel._send_initial_tensors = channel._channel._send_initial_tensors
         return channel
 
 
@@ -417,7 +417,7 @@ def test_a_place_comes_back_and_a_number_does_not(tmp_path):
 def test_a_worker_of_another_incarnation_of_the_servers_is_sent_away(tmp_path):
     plan = elastic(tmp_path, incarnation=4)
     servers = serve_all(plan)
-    with pytest.raises(JoinLater, match="restarted .incarnation 4"):
+    with pytest.raises(JoinLater, match=r"restarted .incarnation 4"):
         Worked(plan, SECRET, 0, incarnation=3).join()
     with pytest.raises(JoinRefused, match="does not know this job's secret"):
         Worked(plan, b"x" * 32, 0, incarnation=4).join()

@@ -174,7 +174,7 @@ def test_a_worker_that_waits_for_weights_hears_that_the_training_is_over(waits):
     channel, _ = channel_over(0)
     channel._incarnation, channel._push_tensors, found = 1, channel._expect_reply, []
     channel._expect_reply()
-    channel._take_ticket(Ticket(7, 0, 0, 0))
+    channel._accept_ticket(Ticket(7, 0, 0, 0))
     call = {
         "_await_reply": lambda: channel._await_reply(0.0),
         "rehearse_exchange": channel.rehearse_exchange,
@@ -195,7 +195,7 @@ def test_a_server_hears_that_the_training_is_over_before_the_worker_says_goodbye
     channel._incarnation, hold = 1, threading.Event()
     other = channel._links[1]
     other.to_send.put(lambda: hold.wait(PATIENCE_S))
-    channel._start_thread(channel._send_queued, other)
+    channel._start_thread(channel._send_queued_frames, other)
     channel._end_training()
     closing = threading.Thread(target=channel.close)
     closing.start()
@@ -391,7 +391,7 @@ def test_what_a_worker_said_before_it_was_given_up_changes_nothing_after(tmp_pat
     """Its reader may have waited for the lock meanwhile, and its place may be another's."""
     run = ElasticRun(elastic(tmp_path), SECRET, make_policy)
     member = SimpleNamespace(
-        alive=False, idle=idle, pulled=False, place=0, worker=0, queue_frame=None
+        alive=False, idle=idle, is_ready_to_start=False, place=0, worker=0, queue_frame=None
     )
     changed = []
     run._initialised = True

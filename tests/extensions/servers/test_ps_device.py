@@ -68,7 +68,7 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(FlatSpace, "_place_on_device", place_apart)
+    monkeypatch.setattr(FlatSpace, "_allocate_device_tensors", place_apart)
     monkeypatch.setattr(device, "BUCKET_BYTES", 600)
     yield
     torch.set_num_threads(before)
@@ -177,13 +177,13 @@ def test_weights_are_on_the_device_before_another_server_has_sent_its(
         """Of server 1, only once all that server 0 sends is here and the backward is over."""
         first, flat, staging = channel._links[0], channel.flat, channel._staging
         if link is not first and channel._ticket in range(5):  # to the last push nothing comes back
-            until(lambda: first.replied.is_set() and staging._accepting)
+            until(lambda: first.all_weights_arrived.is_set() and staging._accepting)
             part = slice(0, channel._bounds[first.shards.stop - 1][1])
             with staging._arrivals:  # what came before the backward was over is copied under it
                 arrived.append(torch.equal(flat.weights[part], flat.host.weights[part]))
         take(channel, link, frame)
 
-    monkeypatch.setattr(Channel, "_take_weights", take_later)
+    monkeypatch.setattr(Channel, "_receive_weights", take_later)
     train(plan, transport, armed=True)
     for server in servers:
         server.result()
@@ -221,7 +221,7 @@ def test_a_device_that_refuses_a_copy_ends_the_run(tmp_path, monkeypatch):
     def refuse(staging, start, stop):
         raise RuntimeError("CUDA error: out of order")
 
-    monkeypatch.setattr(Staging, "take_weights", refuse)
+    monkeypatch.setattr(Staging, "copy_weights_to_device", refuse)
     plan = config(tmp_path)
     server = Served(plan, SECRET)
     channel = Channel.connect(plan.rendezvous, 0, FlatSpace(small_model()), SECRET, "tcp")
@@ -319,7 +319,7 @@ push = Store.push
     ("where", "name", "mutant"),
     [
         (Store, "push", applies_at_once),
-        (Staging, "_judge", ignores_the_verdict),
+        (Staging, "_report_overflow", ignores_the_verdict),
         (Unscaler, "unscale", checks_nothing),
     ],
     ids=lambda x: getattr(x, "__name__", x),

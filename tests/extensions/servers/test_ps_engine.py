@@ -116,7 +116,7 @@ def test_workers_begin_to_join_at_different_servers_and_go_round(tmp_path, monke
         doors[channel.worker].append(server)
         return join(channel, rendezvous, server, *rest)
 
-    monkeypatch.setattr(Channel, "_join", noted)
+    monkeypatch.setattr(Channel, "_join_server", noted)
     plan = config(tmp_path, workers=4, slices_per_step=4, n_servers=3)
     _, workers = run_all(plan)
     assert doors == {0: [0, 1, 2], 1: [1, 2, 0], 2: [2, 0, 1], 3: [0, 1, 2]}
@@ -369,7 +369,7 @@ def test_a_rehearsal_sends_what_a_step_sends_and_leaves_no_trace(
     layout, row = worker.flat.layout, stats["workers"][0]
     if n_servers == 1:
         assert row["bytes_in"] == 5 * (layout.weight_bytes + layout.buffer_bytes)
-        assert row["bytes_in"] == sum(worker.channel.moved_bytes[::2])
+        assert row["bytes_in"] == sum(worker.channel.sent_and_received_bytes_by_server[::2])
     assert (row["tickets"], row["skips"], set(stats["updates"])) == (5, 0, {5})
 
 
@@ -507,7 +507,7 @@ def test_statistics_are_plain_and_add_up(tmp_path, transport):
     layout = workers[0].flat.layout
     for row, worker in zip(stats["workers"], workers, strict=True):
         pushed = row["tickets"] * (layout.weight_bytes + layout.buffer_bytes)
-        assert row["bytes_in"] == pushed == sum(worker.channel.moved_bytes[::2])
+        assert row["bytes_in"] == pushed == sum(worker.channel.sent_and_received_bytes_by_server[::2])
         assert row["bytes_out"] >= row["tickets"] * layout.weight_bytes
         assert row["wait_s"] == pytest.approx(worker.channel.wait_s)
         assert 0 < row["wait_s"] < elapsed_s
@@ -707,7 +707,7 @@ def test_a_failed_push_waits_until_what_the_server_said_is_read():
         send=send,
         receive=receive,
         read_payload=lambda n: b"full",
-        send_if_free=send,
+        send_unless_busy=send,
         close=lambda: None,
     )
     channel, link = Channel(None, 0, "native", None), link_over(connection)

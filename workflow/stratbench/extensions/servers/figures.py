@@ -120,7 +120,7 @@ def compute_served_totals(
 SummedLossesByStep = Mapping[str, tuple[float | None, float]]
 
 
-def compute_mean_loss(worker_losses: Sequence[SummedLossesByStep]) -> float | None:
+def compute_mean_epoch_loss(worker_losses: Sequence[SummedLossesByStep]) -> float | None:
     """Return the mean training loss of an epoch over its steps.
 
     The result is None if a loss was not finite, or if no worker reported losses of this epoch.

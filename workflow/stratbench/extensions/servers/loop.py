@@ -130,7 +130,7 @@ class SummedLosses(NamedTuple):
     weight: float
 
 
-def sum_losses(losses: list[torch.Tensor]) -> SummedLosses:
+def sum_batch_losses(losses: list[torch.Tensor]) -> SummedLosses:
     """Return the sum of the losses of batches, and the sum of the batches' weights.
 
     Args:

@@ -10,9 +10,9 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.cells import has_servers, read_finished_server_statistics
 from stratbench.extensions.servers.endings import classify_served_ending
 from stratbench.extensions.servers.figures import (
+    compute_served_totals,
     compute_server_traffic,
     make_server_entry,
-    compute_served_totals,
 )
 from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
 from stratbench.strategies import get_strategy_class

@@ -264,7 +264,7 @@ class Staging:
     def copy_weights_to_device(self, start: int, stop: int) -> None:
         """Copy weights `start` to `stop` - 1 from the host to the device.
 
-        While a backward may read the old weights, the copy is left to the next `accept_weights`. Any thread
+        While a backward may read the old weights, the copy is left to the next `start_accepting_weights`. Any thread
         may call this method. The host does not wait.
         """
         with self._arrivals:

@@ -33,7 +33,7 @@ from stratbench.extensions.servers.wire.frames import (
 )
 from stratbench.extensions.servers.wire.gate import Refusals
 from stratbench.extensions.servers.wire.handshake import accept_handshake
-from stratbench.extensions.servers.wire.transport import PauseDetector, Closed, Connection, Silent
+from stratbench.extensions.servers.wire.transport import Closed, Connection, PauseDetector, Silent
 from stratbench.workload.generators import OTHER_START
 
 log = logging.getLogger(__name__)

@@ -89,13 +89,13 @@ class SnapshotWriter:
         self._thread.start()
 
     def request_snapshot(
-        self, epoch: int, seconds: float, shards: list[Shard], buffers: Tensor | None
+        self, epoch: int, end_s: float, shards: list[Shard], buffers: Tensor | None
     ) -> None:
         """Request a snapshot of the present weights, and return at once.
 
         Args:
             epoch: Number of the epoch.
-            seconds: Seconds from the first ticket to the end of the epoch.
+            end_s: Seconds from the first ticket to the end of the epoch.
             shards: Shards of the server.
             buffers: Averaged buffers, or None.
         """
@@ -106,7 +106,7 @@ class SnapshotWriter:
             stop = start + shard.policy.weights.numel()
             shard.request_snapshot(weights[start:stop])
             start = stop
-        self._snapshot_requests.put((epoch, seconds, shards, weights, buffers))
+        self._snapshot_requests.put((epoch, end_s, shards, weights, buffers))
 
     def wait_for_snapshots(self) -> None:
         """Wait until all snapshots that were requested so far are on the disk."""
@@ -124,11 +124,11 @@ class SnapshotWriter:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
-            epoch, seconds, shards, weights, buffers = item
+            epoch, end_s, shards, weights, buffers = item
             try:
                 for shard in shards:
                     shard.save_snapshots()
-                self._write_snapshot(epoch, seconds, weights, buffers)
+                self._write_snapshot(epoch, end_s, weights, buffers)
             # Report any error and continue: `wait_for_snapshots` would wait forever for an ended thread.
             except Exception as error:
                 cause = getattr(error, "strerror", None) or error
@@ -136,12 +136,12 @@ class SnapshotWriter:
                 self._on_failure(f"{reason}: {cause}")
 
     def _write_snapshot(
-        self, epoch: int, seconds: float, weights: Tensor, buffers: Tensor | None
+        self, epoch: int, end_s: float, weights: Tensor, buffers: Tensor | None
     ) -> None:
         _write_tensor(_get_weights_path(self.folder, epoch, self._server), weights)
         notice = {
             "epoch": epoch,
-            "seconds": seconds,
+            "seconds": end_s,
             "n_servers": self._n_servers,
             "dtype": get_dtype_name(weights.dtype),
             "buffer_dtype": None,

@@ -174,7 +174,7 @@ class Gate:
         connection.deadline = time.monotonic() + self._deadline_s
         try:
             hello, nonces = open_handshake(connection, self._secret)
-            # `_dismiss_oldest` has closed this connection. The peer connects again.
+            # `_close_oldest_unproved` has closed this connection. The peer connects again.
             if not self._forget_unproved_connection(connection):
                 raise Closed("this connection was closed in favour of a newer one; connect again")
             serve = self._enter(connection, hello, nonces, transport)

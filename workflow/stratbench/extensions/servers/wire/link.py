@@ -42,7 +42,7 @@ class Link:
         self.all_weights_arrived = (
             threading.Event()
         )  # set when the weights of all shards have arrived
-        self.lock = threading.Lock()  # guards `awaited`, `outdated` and `replied`
+        self.lock = threading.Lock()  # guards `awaited`, `outdated` and `all_weights_arrived`
         # The thread that receives the server's frames.
         self.receiver: threading.Thread | None = None
         self.to_send: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
