@@ -507,7 +507,7 @@ def _count_flops_per_sample(
 ) -> dict[str, float]:
     """Return floating-point operations per sample of the whole model, as a job counts them.
 
-    `forward_and_attention_flops` are those of the traced forward, for a user's model that cannot be counted separately.
+    `forward_flops` are those of the traced forward, for a user's model that cannot be counted separately.
     """
     s = request.settings
     own = json.dumps(s.own_model, sort_keys=True)

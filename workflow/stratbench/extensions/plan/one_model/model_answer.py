@@ -115,8 +115,8 @@ class StrategyAnswer:
 class Answer:
     """Answer to the question which strategies fit a model on some GPUs.
 
-    `strategy_answers` are sorted, with the fastest that fits first. `text_on_unplanned_variants` counts and names
-    what was not planned.
+    `strategy_answers` are sorted, with the fastest that fits first. `text_on_unplanned_variants` counts and
+    names what was not planned.
     """
 
     question: Question
@@ -286,8 +286,8 @@ def _make_strategy_answer(
     least = acceptance.compute_min_samples_per_step(
         network_check.has_batchnorm, s.settings.gradient_accumulation_steps
     )
-    return predict_strategy_answer(s, dry_run.footprint, make_gpu_device(datasheet, s.settings.precision, cluster),
-                        cluster, least)  # fmt: skip
+    device = make_gpu_device(datasheet, s.settings.precision, cluster)
+    return predict_strategy_answer(s, dry_run.footprint, device, cluster, least)
 
 
 def predict_strategy_answer(

@@ -120,9 +120,9 @@ def describe_unplanned_variants(
     ]
     return (
         f"{len(others)} of {len(similar)} strategies with DDP's updates{_format_names_in_brackets(others)}; "
-        f"{len(missing)} of "
-        f"{len(values)} values to try that options of the others declare{_format_names_in_brackets(missing)}; groups "
-        f"over several nodes, tensor and pipeline parallelism at once, {rest}"
+        f"{len(missing)} of {len(values)} values to try that options of the others declare"
+        f"{_format_names_in_brackets(missing)}; groups over several nodes, tensor and pipeline parallelism "
+        f"at once, {rest}"
     )
 
 
