@@ -14,7 +14,7 @@ from launching import LIMIT_S, until
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.elastic import member
 from stratbench.extensions.elastic.coordinator import Coordinator
-from stratbench.extensions.elastic.member import WorkerNotNeeded, WorkerMembership, join_as_member
+from stratbench.extensions.elastic.member import WorkerMembership, WorkerNotNeeded, join_as_member
 from stratbench.extensions.servers.wire.handshake import make_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 
@@ -39,7 +39,7 @@ class Cell:
             self.epochs.append,
             lambda score: score is not None and score >= 0.9,
         )
-        self.coordinator.start()
+        self.coordinator.start_threads()
         listeners.publish(self.folder.server_rendezvous_path, 0)
         self.broken: list[int] = []
 

@@ -120,7 +120,7 @@ def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_
     assert kept._compute_poll_wait_s(30.0) < 1.0
     kept._poll_live_jobs()
     kept._cancel_at_s.clear()
-    kept.finish()
+    kept.stop_submitting_jobs()
     kept._record_job_end(0, JobStatus("ended"))
     assert kept._compute_poll_wait_s(30.0) == 30.0
 

@@ -289,7 +289,7 @@ def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
 
     monkeypatch.setattr(heard, "send_message", say)
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE, raising=False)
-    split.run(MemoryMeter(CPU))
+    split.train_until_over(MemoryMeter(CPU))
     folder = split.worker.folder
     assert max(checkpoints.list_checkpoint_steps(folder.path)) == step
     evaluated = checkpoints.read_checkpoint_metadata(folder.path, step)["epochs"]
@@ -310,7 +310,7 @@ def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
     gone = CoordinatorLost("the coordinator is gone")
     monkeypatch.setattr(heard, "send_message", mock.Mock(side_effect=[None, gone]))  # ready, begun
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE | {"step": 4})
-    split.run(MemoryMeter(CPU))
+    split.train_until_over(MemoryMeter(CPU))
     assert split._step == 4
     assert not checkpoints.list_checkpoint_steps(folder.path)
 
@@ -445,5 +445,5 @@ def test_a_member_that_never_took_part_ends_in_order(
     if asked_to_leave:
         split._leave_requested.set()
     with pytest.raises(WorkerNotNeeded):
-        split.run(MemoryMeter(CPU))
+        split.train_until_over(MemoryMeter(CPU))
     assert [said["what"] for said in heard.said] == ["ready", "left"][: 1 + asked_to_leave]

@@ -103,9 +103,9 @@ def test_limits_that_are_no_numbers_and_jobs_that_never_ran_are_left_out_where_t
     ]
     found = history(tmp_path, lines)
     [row] = found.iter_waits_by_width()
-    assert (row.num_jobs, row.used) == (6, 1.0)
-    assert row.mean_s == pytest.approx(1200)
-    assert row.label == "2-3"
+    assert (row.num_jobs, row.used_wall_time_share) == (6, 1.0)
+    assert row.mean_wait_s == pytest.approx(1200)
+    assert row.gpus_label == "2-3"
     assert row.backfilled_share == 0
     assert found.request_factors == [0.8]
     asked = [a.requested_wall_time_s for a in found.make_arrivals()]
@@ -160,8 +160,8 @@ def test_load_is_that_of_the_window_in_which_all_jobs_are_listed(tmp_path):
 
 def test_failures_of_nodes_give_their_mean_time_between_two(tmp_path):
     found = history(tmp_path, [line(State="NODE_FAIL"), line(), LATER])
-    assert found.node_mtbf_days(3) == pytest.approx(3 * 2 / 24)
-    assert history(tmp_path, [line(), LATER]).node_mtbf_days(3) is None
+    assert found.compute_node_mtbf_days(3) == pytest.approx(3 * 2 / 24)
+    assert history(tmp_path, [line(), LATER]).compute_node_mtbf_days(3) is None
 
 
 def test_one_users_jobs_are_known_as_such(tmp_path):
@@ -187,7 +187,7 @@ def test_other_columns_are_read_by_their_names(tmp_path):
     path.write_text(f"{names}\n{rows}\n")
     found = read_history(path, 4)
     assert [e.wait_s for e in found.entries] == [60, 1000]
-    assert next(found.iter_waits_by_width()).used is None
+    assert next(found.iter_waits_by_width()).used_wall_time_share is None
     assert math.isclose(found.mean_gpus_in_use, 4)
 
 

@@ -86,7 +86,7 @@ def test_a_job_that_fits_on_a_node_waits_for_one_with_room():
     sim = Cluster(2, 4, busy, FIFO)
     sim.simulate_until(0)
     gang = Gang(30.0, 1e6, 3, Scaling(0.0), NEVER, 0.0)
-    assert trained(gang, sim).done_s == 50 + 10
+    assert trained(gang, sim).finish_time_s == 50 + 10
 
 
 def test_delays_are_added_where_they_were_measured():
@@ -104,7 +104,7 @@ def test_backfill_at_intervals_starts_jobs_later_than_after_every_event():
 def test_a_job_that_asked_too_little_ends_at_its_wall_time():
     sim = Cluster(1, 4, [], FIFO)
     gang = Gang(4 * 100.0, 60.0, 4, Scaling(0.0), NEVER, startup_s=10.0)
-    assert trained(gang, sim).done_s == 2 * 60  # 50 s of work in each of two jobs
+    assert trained(gang, sim).finish_time_s == 2 * 60  # 50 s of work in each of two jobs
 
 
 def test_a_preemptible_job_counts_as_free_and_goes_first():
@@ -125,7 +125,7 @@ def test_alone_a_training_takes_its_startup_and_its_work():
         ElasticTraining(8 * 3600.0, 1e9, 8, scaling),
         ElasticTraining(8 * 3600.0, 1e9, 8, scaling, NEVER, is_synchronous=True),
     ):
-        assert trained(training, Cluster(1, 8, [], Rules())).done_s == pytest.approx(exact)
+        assert trained(training, Cluster(1, 8, [], Rules())).finish_time_s == pytest.approx(exact)
 
 
 def test_synchronous_workers_pause_when_one_joins_and_asynchronous_ones_do_not():
@@ -143,7 +143,7 @@ def test_synchronous_workers_pause_when_one_joins_and_asynchronous_ones_do_not()
             is_synchronous=synchronous,
             synchronous_pause_s=30,
         )
-        assert trained(split, sim).done_s == done_s
+        assert trained(split, sim).finish_time_s == done_s
 
 
 def test_a_slow_node_slows_all_synchronous_workers_and_of_the_others_itself():
@@ -152,9 +152,10 @@ def test_a_slow_node_slows_all_synchronous_workers_and_of_the_others_itself():
     for sim in sims:
         sim.speed[0] = 1.0
     both = ElasticTraining(300.0, 1e6, 2, Scaling(0.0), NEVER, 0.0, is_synchronous=True)
-    assert trained(both, sims[0]).done_s == 300
+    assert trained(both, sims[0]).finish_time_s == 300
     assert (
-        trained(ElasticTraining(300.0, 1e6, 2, Scaling(0.0), startup_s=0.0), sims[1]).done_s == 200
+        trained(ElasticTraining(300.0, 1e6, 2, Scaling(0.0), startup_s=0.0), sims[1]).finish_time_s
+        == 200
     )
 
 
@@ -166,7 +167,7 @@ def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
             400.0, 1e6, 2, Scaling(0.0), how, 0.0, is_synchronous=synchronous, is_preemptible=True
         )
         split.synchronous_pause_s, split.resumes_from_peers = 10.0, from_peers
-        return trained(split, sim).done_s
+        return trained(split, sim).finish_time_s
 
     assert done_s(synchronous=False) == 150 + 100  # 300 of 400 are done at 150, then one goes on
     assert done_s(synchronous=True) == 160 + 200  # 200 of 400 are kept
@@ -193,7 +194,7 @@ def test_a_worth_below_one_takes_that_many_more_samples():
         )
         for worth in (1.0, 0.8)
     ]
-    assert times[1].done_s == pytest.approx(times[0].done_s / 0.8)
+    assert times[1].finish_time_s == pytest.approx(times[0].finish_time_s / 0.8)
 
 
 # ---- formulas
@@ -244,7 +245,7 @@ def test_a_gang_under_failures_takes_what_the_checkpoint_formula_says():
         gang = Gang(
             8 * period_s, 1e9, 1, Scaling(0.0), SimulatedCheckpoints(period_s, 0.0), startup_s=0.0
         )
-        times.append(trained(gang, sim).done_s)
+        times.append(trained(gang, sim).finish_time_s)
     exact = 8 * mtbf_s * math.expm1(period_s / mtbf_s)
     error = statistics.stdev(times) / math.sqrt(len(times))
     assert abs(statistics.fmean(times) - exact) < 3.3 * error < 0.03 * exact
@@ -264,7 +265,7 @@ def test_branches_meet_the_same_queue_and_leave_their_origin_as_it_was():
         trained(Gang(8 * 3600.0, 1e5, 8), twins[0]),
         trained(Gang(8 * 3600.0, 1e5, 8), twins[1]),
     )
-    assert one.done_s == other.done_s
+    assert one.finish_time_s == other.finish_time_s
     for sim in (base, alone):
         sim.simulate_until(arrivals[-1].submit_s)
     assert base.waits == alone.waits

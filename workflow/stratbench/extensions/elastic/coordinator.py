@@ -134,7 +134,7 @@ class Coordinator:
         self.refusals = Refusals()
         self._gate = Gate(secret, HANDSHAKE_S, self.refusals, self._admit_member)
 
-    def start(self) -> None:
+    def start_threads(self) -> None:
         """Start the threads that admit workers and coordinate the training."""
         for work in (
             lambda: self._gate.accept(self._listeners),

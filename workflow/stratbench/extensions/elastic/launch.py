@@ -18,8 +18,8 @@ from stratbench.cell.settings import Settings
 from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.coordinator import Coordinator, is_target_score_reached
 from stratbench.extensions.elastic.jobs.keeper import (
-    WorkerJobBackend,
     NoWorkersError,
+    WorkerJobBackend,
     WorkerJobSupervisor,
 )
 from stratbench.extensions.elastic.jobs.local_jobs import LocalJobs
@@ -105,7 +105,7 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
                 ending = _wait_for_training_end(job, coordinator, supervisor, write_history, watch)
                 if ending.status != "error":
                     files.end_marker_path.touch()
-                    supervisor.finish()
+                    supervisor.stop_submitting_jobs()
                     _wait_for_last_worker_files(coordinator)
         finally:
             files.write_member_history(incarnation, coordinator.export_member_history())
@@ -230,7 +230,7 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
             score, job.settings.get_extension_keys(Elastic).ends_at, higher_is_better
         ),
     )
-    coordinator.start()
+    coordinator.start_threads()
     listeners.publish(folder.server_rendezvous_path, 0)
     try:
         yield coordinator

@@ -16,7 +16,7 @@ from stratbench.extensions.elastic import launch, served
 from stratbench.extensions.elastic.accounts import accounts, served_accounts
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.servers.cells import has_servers, read_finished_server_statistics
-from stratbench.extensions.servers.figures import make_server_entry, compute_served_totals
+from stratbench.extensions.servers.figures import compute_served_totals, make_server_entry
 from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval, read_phase_intervals

@@ -72,7 +72,7 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
                 )
                 if ending.status != "error":
                     files.end_marker_path.touch()
-                    supervisor.finish()
+                    supervisor.stop_submitting_jobs()
                     _wait_for_last_worker_files(job, supervisor)
         finally:
             _stop_servers(servers)

@@ -24,7 +24,7 @@ from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.coordinator import is_target_score_reached
 from stratbench.extensions.elastic.group import ElasticGroup, broadcast_from_rank_zero
 from stratbench.extensions.elastic.keys import Elastic
-from stratbench.extensions.elastic.member import CoordinatorLost, WorkerNotNeeded, WorkerMembership
+from stratbench.extensions.elastic.member import CoordinatorLost, WorkerMembership, WorkerNotNeeded
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.strategies.base import Worker
 from stratbench.strategies.collective import Collective
@@ -78,7 +78,7 @@ class GenerationProgress:
         has_failed: Whether the process group broke during the generation.
         is_training_over: Whether the training is complete.
         losses_by_epoch: Weighted loss of each step, on the device, by epoch.
-        seconds_by_epoch: Seconds of the steps, by epoch.
+        step_seconds_by_epoch: Seconds of the steps, by epoch.
     """
 
     has_failed: bool = False
@@ -152,7 +152,7 @@ class ElasticSynchronous:
         """Whether this worker has rank 0 in its current or last generation."""
         return self._rank == 0
 
-    def run(self, memory: MemoryMeter) -> loop.TrainingResult:
+    def train_until_over(self, memory: MemoryMeter) -> loop.TrainingResult:
         """Train until the training is over or this worker must leave. Return the worker's results.
 
         Raises:

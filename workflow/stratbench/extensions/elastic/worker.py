@@ -145,7 +145,9 @@ def train_synchronous(
     split = ElasticSynchronous(
         strategy, data, ready.worker, phases, group, membership, leave_requested, worker_number
     )
-    measured = worker.build_worker_result(split.run(start.memory), start, worker_number)
+    measured = worker.build_worker_result(
+        split.train_until_over(start.memory), start, worker_number
+    )
     # The bytes sent per step are unknown, because they change with the number of present workers.
     measured |= {"communication": None, "generations": split.generations}
     measured["checkpoints"] = split.checkpoint_times_by_kind_s

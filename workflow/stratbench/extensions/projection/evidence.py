@@ -47,7 +47,7 @@ class ProjectionInputs:
         gpu_name: Name of the GPU; "" for CPU processes.
         num_parameters: Number of the model's parameters, if recorded.
         measured_steps: Seconds per global batch on each count, from the throughput of the whole training.
-        cells: One cell on each count.
+        one_cell_per_count: One cell on each count.
         records_by_count: Records of each count, one per repeat.
         unfit_reason: Why the measurements do not allow a projection, or "".
     """
@@ -214,7 +214,7 @@ class LinkReplay:
     Attributes:
         replay_step: Returns the seconds of a step, for a worker count and seconds of computation.
         replay_step_slowed: Like `replay_step`, with each link slower by the standard deviation of its fit.
-        measured_levels: Where links were measured: "within" and "between" nodes.
+        measured_link_levels: Where links were measured: "within" and "between" nodes.
         make_server_queue: Returns the queue of the parameter servers, for a worker count and seconds of
             computation; None for a strategy without servers.
         host_issue_s: Seconds in which a worker's host issues a step, on any count; 0 if unknown.

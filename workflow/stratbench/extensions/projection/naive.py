@@ -140,10 +140,10 @@ class Skill:
     """Skill of a rule: how much smaller its errors are than those of naive rules.
 
     Attributes:
-        error_reduction: 1 minus the ratio of the rule's mean error to that of the best naive rule. It is 1
-            without an error, and below 0 for a worse rule. None for fewer than three measured counts.
+        relative_error_reduction: 1 minus the ratio of the rule's mean error to that of the best naive rule.
+            It is 1 without an error, and below 0 for a worse rule. None for fewer than three measured counts.
         best_naive_rule: Name of the naive rule with the smallest mean error.
-        naive_errors: Mean absolute log error, by name of the naive rule.
+        error_by_naive_rule: Mean absolute log error, by name of the naive rule.
     """
 
     relative_error_reduction: float | None

@@ -26,7 +26,7 @@ class CollectiveStart:
 
     Attributes:
         call: The collective.
-        computed_share: Share of the step's computation (0 to 1) that is done before.
+        computed_share_before: Share of the step's computation (0 to 1) that is done before.
         blocks_computation: Whether the computation waits for the result; otherwise only the optimizer does.
         runs_ahead: Whether the collective may start while the computation before it still runs.
     """
@@ -43,7 +43,7 @@ class Schedule:
 
     Attributes:
         collectives: The collectives in their order.
-        backward_end_share: Share of the step's computation that is done when backward ends.
+        computed_share_at_backward_end: Share of the step's computation that is done when backward ends.
         num_operations: Approximate number of operations that the host issues for the step.
     """
 
@@ -179,7 +179,7 @@ class TracedPhase:
         name: Name of the phase.
         seconds: Seconds of the phase's computation on the device.
         collectives: The collectives in their order.
-        collective_reached_s: Seconds of the phase's computation before each collective.
+        computed_s_before_collectives: Seconds of the phase's computation before each collective.
         num_operations: Number of operations on the device.
     """
 

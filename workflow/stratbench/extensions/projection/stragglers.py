@@ -22,8 +22,8 @@ class Stragglers:
     """Distribution of the step times of workers, some of which may be slow.
 
     Attributes:
-        own_times: Step times by `normalise_own_times`, shape [workers, steps]. All are above zero, and their
-            mean is about 1.
+        relative_step_times: Step times by `remove_common_delays`, shape [workers, steps]. All are above zero,
+            and their mean is about 1.
     """
 
     relative_step_times: NDArray

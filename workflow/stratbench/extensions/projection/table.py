@@ -107,9 +107,9 @@ class TrainingFacts:
     """Properties of a strategy's trainings, from which training times and costs follow.
 
     Attributes:
-        steps_by_count: Number of steps of a training, by worker count.
-        target_share_range: Minimum and maximum share of the training time until the target score; None if
-            unknown.
+        training_steps_by_worker_count: Number of steps of a training, by worker count.
+        time_share_to_target_range: Minimum and maximum share of the training time until the target score;
+            None if unknown.
         no_target_reason: Why that share is unknown, if the config has a target.
         price_per_gpu_hour: Price of a GPU per hour; None if unknown or without GPUs.
     """
@@ -170,8 +170,9 @@ def make_projection_rows(
                 **_make_interval_columns("memory", "_bytes", memory),
                 evidence=describe_projection_basis(p, evidence.measured_steps) if i else "",
                 rule=p.rule if i else "",
-                skill=p.skill.relative_error_reduction, reason=p.refusal_reason or "", perfect_s=naive_s["perfect"],
-                same_loss_s=naive_s["same loss per doubling"], a_plus_b_s=naive_s["a + b/N"],
+                skill=p.skill.relative_error_reduction, reason=p.refusal_reason or "",
+                perfect_s=naive_s["perfect"], same_loss_s=naive_s["same loss per doubling"],
+                a_plus_b_s=naive_s["a + b/N"],
                 host_s=p.host_issue_s or None,
             )
         )  # fmt: skip

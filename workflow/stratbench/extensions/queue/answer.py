@@ -132,9 +132,9 @@ def simulate_queue_and_answer(
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
         f"{'synthetic' if history is None else 'recorded'} queues of {format_count(nodes, 'node')} of "
-        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} ({times.mean_busy_gpu_share:.0%} of the GPUs in "
-        "use). At each submission time all modes have the same queue. Intervals are 95 % intervals of "
-        "means."
+        f"{format_count(gpus_per_node, 'GPU')}, with load {load:.2f} "
+        f"({times.mean_busy_gpu_share:.0%} of the GPUs in use). At each submission time all modes have "
+        "the same queue. Intervals are 95 % intervals of means."
     )
     return {
         "headline": report.make_headline(),
@@ -233,13 +233,17 @@ def describe_accounting_history(
 
 
 def _describe_waits_of_width(row: WaitsOfWidth) -> str:
-    text = (
-        f"{row.label} GPUs: {format_count(row.num_jobs, 'job')} waited {format_hours(row.mean_wait_s / 3600)} h "
-        f"on average, {format_hours(row.median_wait_s / 3600)} h in the median, and one in ten over "
-        f"{format_hours(row.p90_wait_s / 3600)} h"
+    mean_h, median_h, p90_h = (
+        format_hours(wait_s / 3600)
+        for wait_s in (row.mean_wait_s, row.median_wait_s, row.p90_wait_s)
     )
-    if row.used is not None:
-        text += f"; they used {row.used:.0%} of their requested wall time"
+    jobs = format_count(row.num_jobs, "job")
+    text = (
+        f"{row.gpus_label} GPUs: {jobs} waited {mean_h} h on average, {median_h} h in the median, and one in "
+        f"ten over {p90_h} h"
+    )
+    if row.used_wall_time_share is not None:
+        text += f"; they used {row.used_wall_time_share:.0%} of their requested wall time"
     if row.backfilled_share is not None:
         text += f"; {row.backfilled_share:.0%} of them started by backfill"
     return f"{text}."
@@ -335,8 +339,8 @@ class _AnswerText:
         )
         text = (
             "Asynchronous workers break even with split synchronous workers "
-            f"({_describe_synchronous_pause(self.request)}) at a sample efficiency of {_format_break_even_efficiency(sync)}, and "
-            f"with a gang at {_format_break_even_efficiency(gang)}"
+            f"({_describe_synchronous_pause(self.request)}) at a sample efficiency of "
+            f"{_format_break_even_efficiency(sync)}, and with a gang at {_format_break_even_efficiency(gang)}"
         )
         worth = self.request.sample_efficiency
         if worth is None:

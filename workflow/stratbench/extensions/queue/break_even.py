@@ -50,29 +50,29 @@ class QueuedTraining:
     """The training to simulate, whose jobs wait in a queue.
 
     Attributes:
-        width: Number of GPUs.
-        hours: Hours that the training takes on these GPUs, without startup and queue.
-        loss_per_worker: Share of its speed that a worker loses per further worker.
+        num_gpus: Number of GPUs.
+        training_hours: Hours that the training takes on these GPUs, without startup and queue.
+        speed_loss_per_worker: Share of its speed that a worker loses per further worker.
         synchronous_pause_s: Seconds for which synchronous workers pause when one joins or leaves.
         resumes_from_peers: Whether synchronous workers get their state from each other after a pause, and not
             from a checkpoint.
-        is_preemptible: Whether workers that are separate jobs can be preempted.
+        are_workers_preemptible: Whether workers that are separate jobs can be preempted.
     """
 
-    width: int
-    hours: float
+    num_gpus: int
+    training_hours: float
     speed_loss_per_worker: float = 0.02
     synchronous_pause_s: float = 60.0
     resumes_from_peers: bool = False
-    is_preemptible: bool = False
+    are_workers_preemptible: bool = False
 
     @property
     def work_gpu_s(self) -> float:
         """Work of the training, in seconds of one GPU that trains alone."""
         return (
-            self.width
-            * Scaling(self.speed_loss_per_worker).compute_speed_per_worker(self.width)
-            * self.hours
+            self.num_gpus
+            * Scaling(self.speed_loss_per_worker).compute_speed_per_worker(self.num_gpus)
+            * self.training_hours
             * 3600
         )
 
@@ -103,11 +103,11 @@ class QueuedTraining:
             )
 
         def make_split_training(sample_efficiency: float, **options) -> Callable[[], Training]:
-            requested_s = self.compute_job_wall_time_s(self.width, sample_efficiency)
+            requested_s = self.compute_job_wall_time_s(self.num_gpus, sample_efficiency)
             scaled = Scaling(self.speed_loss_per_worker, sample_efficiency)
-            options["is_preemptible"] = self.is_preemptible
+            options["is_preemptible"] = self.are_workers_preemptible
             return partial(
-                ElasticTraining, self.work_gpu_s, requested_s, self.width, scaled, **options
+                ElasticTraining, self.work_gpu_s, requested_s, self.num_gpus, scaled, **options
             )
 
         recovery = (
@@ -116,8 +116,8 @@ class QueuedTraining:
             else {}
         )
         return {
-            GANG: make_gang(self.width),
-            HALF: make_gang(max(1, self.width // 2)),
+            GANG: make_gang(self.num_gpus),
+            HALF: make_gang(max(1, self.num_gpus // 2)),
             SYNCHRONOUS: make_split_training(
                 1.0, is_synchronous=True, synchronous_pause_s=self.synchronous_pause_s, **recovery
             ),
@@ -152,7 +152,7 @@ class ModeTimes:
 
     Attributes:
         hours_by_mode: Hours by mode, shape [blocks, submission times].
-        busy_share: Mean share of GPUs that other users' jobs used.
+        mean_busy_gpu_share: Mean share of GPUs that other users' jobs used.
     """
 
     hours_by_mode: dict[str, np.ndarray]

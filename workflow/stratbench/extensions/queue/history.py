@@ -47,12 +47,12 @@ class AccountingEntry:
     Times are in seconds since 1970, and None if unknown or not yet reached.
 
     Attributes:
-        submit_s: When the job was submitted.
-        eligible_s: When the job could start at the earliest.
-        start_s: When the job started.
-        end_s: When the job ended.
+        submit_unix_s: When the job was submitted.
+        eligible_unix_s: When the job could start at the earliest.
+        start_unix_s: When the job started.
+        end_unix_s: When the job ended.
         state: SLURM's state of the job.
-        limit_s: Requested wall time.
+        time_limit_s: Requested wall time.
         gpus: Number of GPUs.
         is_backfilled: Whether backfill started the job; None if unknown.
         user: Name of the user; "" if unknown.
@@ -93,22 +93,22 @@ class WaitsOfWidth:
     """Waits in the queue of all jobs with a similar number of GPUs.
 
     Attributes:
-        label: Range of the number of GPUs as a text, such as "4-7".
+        gpus_label: Range of the number of GPUs as a text, such as "4-7".
         num_jobs: Number of jobs.
-        mean_s: Mean wait.
-        median_s: Median wait.
-        p90_s: 90th percentile of waits.
+        mean_wait_s: Mean wait.
+        median_wait_s: Median wait.
+        p90_wait_s: 90th percentile of waits.
         backfilled_share: Share of the jobs that backfill started; None if unknown.
-        used: Mean share of the requested wall time that the jobs used; None if unknown.
+        used_wall_time_share: Mean share of the requested wall time that the jobs used; None if unknown.
     """
 
-    label: str
+    gpus_label: str
     num_jobs: int
     mean_wait_s: float
     median_wait_s: float
     p90_wait_s: float
     backfilled_share: float | None
-    used: float | None
+    used_wall_time_share: float | None
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class AccountingHistory:
 
     Attributes:
         entries: The jobs.
-        gpus_by_nodes: Whether the file has no numbers of GPUs, so that all GPUs of a job's nodes count.
+        are_gpus_counted_by_node: Whether the file has no numbers of GPUs, so that all GPUs of a job's nodes
+            count.
     """
 
     entries: tuple[AccountingEntry, ...]
@@ -245,13 +246,17 @@ class AccountingHistory:
             backfilled = [e.is_backfilled for e in mine if e.is_backfilled is not None]
             median_s, p90_s = (float(q) for q in np.percentile(waits, [50, 90]))
             yield WaitsOfWidth(
-                label=str(low) if low == high else f"{low}+" if high == 10**9 else f"{low}-{high}",
+                gpus_label=str(low)
+                if low == high
+                else f"{low}+"
+                if high == 10**9
+                else f"{low}-{high}",
                 num_jobs=len(mine),
                 mean_wait_s=statistics.fmean(waits),
                 median_wait_s=median_s,
                 p90_wait_s=p90_s,
                 backfilled_share=statistics.fmean(backfilled) if backfilled else None,
-                used=statistics.fmean(used) if used else None,
+                used_wall_time_share=statistics.fmean(used) if used else None,
             )
 
     def compute_queue_entry_unix_s(self, entry: AccountingEntry) -> float:

@@ -86,7 +86,8 @@ class DecideQueue(Keys):
     """Key `queue` of the block `decide` in config.yaml."""
 
     # fmt: off
-    queue: dict[str, Any] | None = setting(None, additionalProperties=False, **build_dataclass_schema(QueueRequest),
+    queue: dict[str, Any] | None = setting(None,
+        additionalProperties=False, **build_dataclass_schema(QueueRequest),
         help="A training that waits in a cluster's queue. `decide` simulates whether its result comes "
         "sooner as one job (a gang) or as separate worker jobs (docs/elastic.md). null: no queue.")
     # fmt: on

@@ -30,7 +30,7 @@ class Arrival:
         submit_s: When the job is submitted, on the simulation's clock.
         gpus: Number of GPUs.
         duration_s: Seconds for which the job runs.
-        request_s: Wall time that the job requests.
+        requested_wall_time_s: Wall time that the job requests.
     """
 
     submit_s: float
@@ -56,7 +56,7 @@ class JobOwner(Protocol):
         """
 
     def handle_planned_call(self, sim: Cluster, argument: object) -> None:
-        """Handle a call that `Cluster.schedule_wake` has planned."""
+        """Handle a call that `Cluster.schedule_call` has planned."""
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class SimulatedJob:
     Attributes:
         gpus: Number of GPUs.
         duration_s: Seconds for which the job runs.
-        request_s: Wall time that the job requests.
+        requested_wall_time_s: Wall time that the job requests.
         owner: The training that has submitted the job; None for jobs of other users.
         is_preemptible: Whether other jobs can preempt the job.
         submit_s: When the job was submitted.
@@ -93,14 +93,15 @@ class Rules:
     Attributes:
         num_reservations: Number of waiting jobs that backfill must not delay: 1 (EASY backfill), ALL (SLURM's
             default) or 0. None: there is no backfill.
-        backfill_s: Seconds between two runs of backfill; 0 runs it after every event.
-        backfill_depth: Number of waiting jobs that one run of backfill considers.
-        start_delay_s: Seconds from the allocation of GPUs to the start of a job's script.
-        end_delay_s: Seconds from the end of a job until its GPUs are free.
+        backfill_interval_s: Seconds between two runs of backfill; 0 runs it after every event.
+        max_jobs_per_backfill: Number of waiting jobs that one run of backfill considers.
+        job_start_delay_s: Seconds from the allocation of GPUs to the start of a job's script.
+        job_end_delay_s: Seconds from the end of a job until its GPUs are free.
         node_mtbf_s: Mean seconds between failures of one node, which are exponentially distributed.
-        repair_s: Seconds until a failed node is repaired.
-        slow_share: Share of nodes on which the training is slower. Other users' jobs are not slower there.
-        slow_factor: Factor by which the training is slower there.
+        node_repair_s: Seconds until a failed node is repaired.
+        slow_node_share: Share of nodes on which the training is slower. Other users' jobs are not slower
+            there.
+        slow_node_factor: Factor by which the training is slower there.
     """
 
     num_reservations: int | None = 1
@@ -115,7 +116,7 @@ class Rules:
 
 
 class Cluster:
-    """A simulated cluster at the time `now_s`, with its queue. `run_until` advances the time."""
+    """A simulated cluster at the time `now_s`, with its queue. `simulate_until` advances the time."""
 
     def __init__(
         self,

@@ -18,9 +18,9 @@ STARTUP_S = 60.0
 class Scaling:
     """How the speed of a training depends on the number of its workers.
 
-    The speed of n workers, relative to one, is `sample_efficiency * n / (1 + loss_per_worker * (n - 1))`.
-    Sample efficiency is the number of samples that DDP needs for the target score, divided by the number that
-    this training needs.
+    The speed of n workers, relative to one, is `sample_efficiency * n / (1 + speed_loss_per_worker * (n -
+    1))`. Sample efficiency is the number of samples that DDP needs for the target score, divided by the
+    number that this training needs.
     """
 
     speed_loss_per_worker: float = 0.02
@@ -62,15 +62,15 @@ class Training:
     """A simulated training. Times are in seconds on the simulation's clock.
 
     Attributes:
-        work_s: Work of the training, in seconds of one GPU that trains alone.
-        request_s: Wall time that each job of the training requests.
+        work_gpu_s: Work of the training, in seconds of one GPU that trains alone.
+        requested_wall_time_s: Wall time that each job of the training requests.
         workers: Number of workers.
         scaling: How the speed depends on the number of workers.
         checkpoints: Checkpoints of a synchronous training.
         startup_s: Seconds from the start of a job to its first training step.
         submit_s: When the training was submitted; NaN before.
-        done_s: When the training was done; NaN before.
-        remaining_work_s: Work that is left, in the unit of `work_s`.
+        finish_time_s: When the training was done; NaN before.
+        remaining_work_gpu_s: Work that is left, in the unit of `work_gpu_s`.
     """
 
     work_gpu_s: float
@@ -154,7 +154,7 @@ class ElasticTraining(Training):
         resumes_from_peers: Whether synchronous workers resume from a checkpoint only when a worker is lost.
             Preempted workers then leave after a step, and the last one saves the state.
         is_preemptible: Whether the jobs of the workers can be preempted.
-        jobs: Queued and running jobs of the workers.
+        worker_jobs: Queued and running jobs of the workers.
     """
 
     is_synchronous: bool = False

@@ -13,7 +13,7 @@ from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
-from stratbench.cell.files import replace_non_finite_by_none, read_json_lines
+from stratbench.cell.files import read_json_lines, replace_non_finite_by_none
 from stratbench.extensions.elastic.accounts.history import (
     EpochTotals,
     MemberHistory,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from stratbench.extensions.elastic.accounts.accounts import (
+    compute_worker_job_totals,
     make_worker_job_entry,
     read_member_results,
     read_worker_jobs,
-    compute_worker_job_totals,
 )
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.elastic.servers.journal import collect_score_events, read_journal

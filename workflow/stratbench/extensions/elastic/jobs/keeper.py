@@ -155,7 +155,7 @@ class WorkerJobSupervisor:
                 slot, JobStatus("ended", "cancelled: the cell ended", ended_unix_s=now)
             )
 
-    def finish(self) -> None:
+    def stop_submitting_jobs(self) -> None:
         """Submit no more worker jobs, because the training is over. Present workers end by themselves."""
         self._finishing = True
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from stratbench.cell.run_folder import format_worker_name
-from stratbench.extensions.elastic.jobs.keeper import WorkerJobBackend, JobStatus, SubmissionRefused
+from stratbench.extensions.elastic.jobs.keeper import JobStatus, SubmissionRefused, WorkerJobBackend
 from stratbench.train.forkserver import Process
 
 WORKER = "stratbench.extensions.elastic.worker:main"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from stratbench.cell.run_folder import RunFolder, format_worker_name
-from stratbench.extensions.elastic.jobs.keeper import WorkerJobBackend, JobStatus, SubmissionRefused
+from stratbench.extensions.elastic.jobs.keeper import JobStatus, SubmissionRefused, WorkerJobBackend
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.study.slurm import submission

@@ -12,12 +12,12 @@ from typing import Any
 from stratbench.extensions.elastic.servers.config import ElasticServerConfig
 from stratbench.extensions.elastic.servers.evaluations import Evaluations, parse_score_message
 from stratbench.extensions.elastic.servers.journal import (
-    Journal,
     CompletedTickets,
+    Journal,
     collect_score_events,
     delete_server_state,
-    read_run_end_mark,
     read_journal,
+    read_run_end_mark,
     write_run_end_mark,
 )
 from stratbench.extensions.elastic.servers.saved_state import (
@@ -142,7 +142,7 @@ class ElasticRun(ServerRun):
             self._writer.wait_for_snapshots()
         return facts
 
-    def suspend(self) -> None:
+    def suspend_run(self) -> None:
         """Stop the server and save its state, so that it can be restarted."""
         self.suspended = True
         self.over.set()
@@ -367,5 +367,5 @@ def make_elastic_run(
     """
     run = ElasticRun(config, secret, make_policy)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: run.suspend())
+        signal.signal(signal.SIGTERM, lambda number, frame: run.suspend_run())
     return run

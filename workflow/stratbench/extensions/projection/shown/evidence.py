@@ -10,7 +10,7 @@ import pandas as pd
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.evidence import Evidence, Question
-from stratbench.analysis.decision.sentences import format_time_and_cost, format_gpu_hours_and_price
+from stratbench.analysis.decision.sentences import format_gpu_hours_and_price, format_time_and_cost
 from stratbench.cell.text.words import format_bytes, format_hours, format_short_time
 from stratbench.extensions.projection.shown.projected import (
     Projected,
