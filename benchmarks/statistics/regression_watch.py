@@ -44,7 +44,7 @@ def two_sets(
         cells.append(ComparedCell(Match("d", group, group), *sides))
     other = SimpleNamespace(name="new", is_published=False)
     return SimpleNamespace(
-        other_set=other, common_cells=cells, cells_with_ratio=cells, missing_groups=()
+        other_set=other, common_cells=cells, cells_with_ratio=cells, cells_missing_in_other=()
     )
 
 

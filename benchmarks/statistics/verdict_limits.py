@@ -24,7 +24,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Segment
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.evidence import FullRun, PairedComparison, PairedEvidence
-from stratbench.extensions.verdict.paired.next_round import plan_next_round, find_next_round
+from stratbench.extensions.verdict.paired.next_round import find_next_round, plan_next_round
 from stratbench.extensions.verdict.paired.rounds import RoundReplay
 from stratbench.extensions.verdict.paired.verdict import make_verdict_content
 

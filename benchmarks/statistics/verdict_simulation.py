@@ -330,18 +330,22 @@ def uncorrected():
 
 def screening_whatever_the_noise():
     """The known mistake of dropping strategies after one block without a look at how it scatters."""
-    advance = judging.SequentialAnalysis.add_blocks
-    return _with(judging.SequentialAnalysis, advance=lambda self, *of: advance(self, *of[:3]))
+    add_blocks = judging.SequentialAnalysis.add_blocks
+    return _with(
+        judging.SequentialAnalysis, add_blocks=lambda self, *of: add_blocks(self, *of[:3])
+    )
 
 
 def intervals_of_a_leader_known_before():
     """The known mistake of reporting intervals as if the same blocks had not chosen the leader."""
     tail = judging.compute_tail_of_reported_interval
-    return _with(judging, compute_reported_tail=lambda k: tail(k) * np.maximum(2, k) / 2)
+    return _with(
+        judging, compute_tail_of_reported_interval=lambda k: tail(k) * np.maximum(2, k) / 2
+    )
 
 
 def values_of_segments(logs: np.ndarray) -> np.ndarray:
-    """`segments.compute_block_value` of many strategies; NaN for a third segment that was not measured."""
+    """`block_rules.compute_block_log_step_time` of many strategies; NaN for a third segment that did not run."""
     two = logs[..., :2].mean(-1)
     return np.where(np.isnan(logs[..., 2]), two, np.median(logs, axis=-1))
 

@@ -285,7 +285,7 @@ def test_what_ran_out_of_memory_leaves_its_place_to_what_it_was_faster_than(tmp_
 def test_a_budget_puts_off_the_planned_slowest_and_a_larger_one_measures_them():
     def measured(budget_gpu_hours: float | None) -> list[str]:
         # 7.5 segments of each: half an hour
-        costs = {"segment_gpu_s": 240.0, "training_gpu_s": 3600.0}
+        costs = {"planned_segment_gpu_s": 240.0, "planned_training_gpu_s": 3600.0}
         given = [
             FilterResult(Combination(name), MEASURED, "", time_s, **costs)
             for name, time_s in (("ddp", 9.0), ("zero1", 3.0), ("fsdp", 2.0), ("tensor", 4.0))

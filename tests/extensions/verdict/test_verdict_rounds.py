@@ -24,7 +24,7 @@ from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, Seg
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
 from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
-from stratbench.extensions.verdict.paired.next_round import plan_next_round, find_next_round
+from stratbench.extensions.verdict.paired.next_round import find_next_round, plan_next_round
 from stratbench.extensions.verdict.paired.noise import estimate_block_noise
 from stratbench.extensions.verdict.paired.rounds import RoundReplay
 from stratbench.extensions.verdict.paired.verdict import make_verdict_content

@@ -16,7 +16,7 @@ import verdict_limits as limits
 from stratbench.extensions.verdict.blocks import ComparisonKey, read_block
 from stratbench.extensions.verdict.paired import judging
 from stratbench.extensions.verdict.paired.lines import iter_verdict_lines
-from stratbench.extensions.verdict.paired.next_round import plan_next_round, find_next_round
+from stratbench.extensions.verdict.paired.next_round import find_next_round, plan_next_round
 from stratbench.extensions.verdict.paired.rounds import RoundReplay
 from stratbench.extensions.verdict.paired.verdict import make_verdict_content
 from stratbench.extensions.verdict.paired_results import collect_paired_results, read_verdict

@@ -12,7 +12,7 @@ import pandas as pd
 from stratbench.analysis.records.groups import GROUP, Repeats
 from stratbench.extensions.audit.audit import audit_cells
 from stratbench.extensions.paper import published
-from stratbench.extensions.paper.metrics import METRICS, ClaimValue, ClaimMetric
+from stratbench.extensions.paper.metrics import METRICS, ClaimMetric, ClaimValue
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
 
 CLAIM_COLUMNS = (

@@ -40,7 +40,8 @@ def describe_result_set(result_set: ResultSet) -> Iterator[str]:
     yield f"workers: {describe_workers_of_cells(result_set.cells)}"
     yield from describe_audit_findings(result_set.findings)
     for experiment, rows in result_set.cells.groupby("experiment", sort=False):
-        yield f"experiment {experiment} is comparable with cells that train the same: {describe_trained_work(rows)}"
+        work = describe_trained_work(rows)
+        yield f"experiment {experiment} is comparable with cells that train the same: {work}"
 
 
 def describe_workers_of_cells(cells: pd.DataFrame) -> str:

@@ -265,8 +265,8 @@ def _parse_cell(coordinates: Any) -> Cell:
     for part in (cell.study, cell.experiment, cell.strategy, cell.model, cell.dataset):
         if not isinstance(part, str) or not NAME.fullmatch(part):
             raise ValueError(
-                f"{quote_untrusted_value(part)} cannot be the name of a study, experiment, strategy, model or "
-                "data set"
+                f"{quote_untrusted_value(part)} cannot be the name of a study, experiment, strategy, model "
+                "or data set"
             )
     if (
         not all(type(n) is int and 0 <= n < 10**6 for n in (cell.gpus, cell.repeat))

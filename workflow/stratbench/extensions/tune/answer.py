@@ -26,7 +26,7 @@ class MeasuredCombination:
     Attributes:
         step_s_by_block: Seconds per step in each block; None for a block without this combination.
         memory_bytes: Largest peak memory of a worker; None if no segment ended well.
-        verdict_words: State of the combination in the verdict in words, such as `not told apart`.
+        status_in_verdict: State of the combination in the verdict in words, such as `not told apart`.
     """
 
     combination: Combination

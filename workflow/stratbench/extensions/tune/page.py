@@ -22,8 +22,8 @@ from stratbench.extensions.tune.answer import (
     MeasuredCombination,
     TuneAnswer,
     describe_gain_over_baseline,
-    describe_possible_further_gain,
     describe_memory_use,
+    describe_possible_further_gain,
     estimate_choice_effects,
     format_step_time,
 )

@@ -61,11 +61,11 @@ class FilterResult:
 
     Attributes:
         outcome: One of the constants UNSUPPORTED to OUT_OF_MEMORY.
-        time_s: Planned time of a whole training; None if unknown.
+        planned_time_s: Planned time of a whole training; None if unknown.
         memory_bytes: Planned memory of a worker; None if unknown.
-        amounts: Amount of each kind of difference; None on CPUs, which no public sweep covers.
-        segment_gpu_s: Planned GPU-seconds of one segment of a block.
-        training_gpu_s: Planned GPU-seconds of a whole training.
+        difference_amounts: Amount of each kind of difference; None on CPUs, which no public sweep covers.
+        planned_segment_gpu_s: Planned GPU-seconds of one segment of a block.
+        planned_training_gpu_s: Planned GPU-seconds of a whole training.
         device_memory_bytes: Memory that a worker has; None if unknown.
     """
 

@@ -25,8 +25,8 @@ MAX_WORTHWHILE_COST_SHARE = 0.10
 class VerdictCost:
     """Costs of a verdict and of the full matrix, in worker-seconds.
 
-    The full matrix is a training of each cell with MATRIX_REPEATS repeats. `start_share` is the share of a
-    segment that the start of its processes takes.
+    The full matrix is a training of each cell with MATRIX_REPEATS repeats. `start_share_of_segment` is the
+    share of a segment that the start of its processes takes.
     """
 
     blocks_worker_s: float
@@ -119,8 +119,9 @@ def iter_verdict_cost_sentences(plan: Plan) -> Iterator[str]:
         yield (
             f"For {len(short)} of {len(by_comparison)} models and worker counts, a verdict costs more than a "
             f"tenth of the full matrix, because their cells are too short. {experiment}, {model} on {gpus} "
-            f"would cost at least {worst.share_of_full_matrix_cost:.0%}, since {worst.start_share_of_segment:.0%} of a segment is "
-            "the start of its processes. Train these cells in full instead, or for longer."
+            f"would cost at least {worst.share_of_full_matrix_cost:.0%}, since "
+            f"{worst.start_share_of_segment:.0%} of a segment is the start of its processes. Train these "
+            "cells in full instead, or for longer."
         )
     if len(dear) > len(short):
         yield (

@@ -49,8 +49,8 @@ def compare_sets_with_first(
     for name in sources_by_name:
         if not NAME.fullmatch(name) or name.lower() in PAGES:
             raise SetError(
-                f"{quote_untrusted_value(name)} cannot be the name of a set; use letters, digits, '.', '_' and "
-                f"'-', and no name of a page ({' or '.join(PAGES)})"
+                f"{quote_untrusted_value(name)} cannot be the name of a set; use letters, digits, '.', '_' "
+                f"and '-', and no name of a page ({' or '.join(PAGES)})"
             )
     prices, constraints = prices or {}, constraints or Constraints()
     sets = [announce_and_read_set(source, name) for name, source in sources_by_name.items()]

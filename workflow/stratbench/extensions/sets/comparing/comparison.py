@@ -17,8 +17,8 @@ from stratbench.analysis.records.groups import Group, Repeats, map_rows_by_group
 from stratbench.analysis.records.score import Score, read_score
 from stratbench.analysis.tables.summary import (
     describe_outcomes_of_cells,
-    remove_outcome_counts,
     group_severities_by_rule,
+    remove_outcome_counts,
 )
 from stratbench.cell.text.words import format_count
 from stratbench.extensions.sets.comparing.matching import (

@@ -20,8 +20,8 @@ from stratbench.extensions.sets.check import describe_audit_findings, describe_w
 from stratbench.extensions.sets.comparing.comparison import (
     ComparedCell,
     Comparison,
-    describe_differences,
     describe_comparison,
+    describe_differences,
 )
 from stratbench.extensions.sets.comparing.regression import RegressionOutcome
 from stratbench.extensions.sets.comparing.tables import (
@@ -146,7 +146,7 @@ def collect_comparison_page_values(
 
     Args:
         sets: The compared sets.
-        sections: Values for the section on each set, from `make_pair_section`.
+        sections: Values of the page's section on each set.
         outcomes: Outcomes of the search for slow-downs; None without a search.
         allowed_slowdown: Share by which a strategy may be slower; None without a limit.
         decisions: Decisions over all sets.

@@ -70,7 +70,7 @@ def make_verdict_content(
             "may_follow": next_round.max_later_block_rounds,
         },
         "comparisons": comparisons,
-        "noise": noise.as_dict() | {"text": describe_noise(noise, margin, rivals)},
+        "noise": noise.as_dict() | {"text": describe_block_noise(noise, margin, rivals)},
         "notes": [*notes, *unusable],
     })  # fmt: skip
 
@@ -206,8 +206,9 @@ def describe_block_noise(noise: Noise, margin: float, num_rivals: int) -> str:
     if needed is not None:
         takes = f"takes about {format_count(needed, 'block')}"
     return (
-        f"the time ratio of two strategies has a standard deviation of {noise.log_ratio_sd:.1%} between blocks; a "
-        f"conclusion within {100 * margin:.3g} % among {num_rivals + 1} equally fast strategies {takes}"
+        f"the time ratio of two strategies has a standard deviation of {noise.log_ratio_sd:.1%} between "
+        f"blocks; a conclusion within {100 * margin:.3g} % among {num_rivals + 1} equally fast strategies "
+        f"{takes}"
     )
 
 
@@ -244,10 +245,8 @@ def make_conclusion(
         # The claim is restricted to the time of steps, because no full run confirms that of whole trainings.
         where = f" by its steps{where}"
     if not state.active_strategies:
-        return (
-            "none",
-            f"No strategy is left: {'; '.join(f'{d.strategy} {d.reason}' for d in state.dropped_strategies)}.",
-        )
+        reasons = "; ".join(f"{drop.strategy} {drop.reason}" for drop in state.dropped_strategies)
+        return "none", f"No strategy is left: {reasons}."
     few = last.num_common_blocks < judging.MIN_BLOCKS
     if state.num_compared_strategies == 1 or (len(state.active_strategies) == 1 and few):
         return "only", f"{state.active_strategies[0]} is the only strategy left{where}."
