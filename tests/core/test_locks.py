@@ -111,8 +111,8 @@ def test_a_lock_follows_no_link_and_empties_no_file(tmp_path):
     (tmp_path / "file").write_text("content")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with pytest.raises(OSError, match="symbolic"):
-        locks.try_lock(tmp_path / "link")
-    os.close(locks.try_lock(tmp_path / "file"))
+        locks.try_to_lock_file(tmp_path / "link")
+    os.close(locks.try_to_lock_file(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "content"
 
 
@@ -166,7 +166,7 @@ def test_a_group_that_shares_results_trains_in_turn(shared_tmp):
         os.chown(logs, 0, STRANGER)
     logs.chmod(0o2770)
     with locks.lock_cell(logs):
-        as_stranger(lambda: locks.try_lock(logs / "launcher.lock") is None or os.abort())
+        as_stranger(lambda: locks.try_to_lock_file(logs / "launcher.lock") is None or os.abort())
     as_stranger(hold)
     with locks.lock_cell(logs) as waited:
         assert not waited
@@ -174,7 +174,7 @@ def test_a_group_that_shares_results_trains_in_turn(shared_tmp):
 
     def told() -> None:
         with pytest.raises(PermissionError, match=r"chmod -R g\+rwX.*launcher\.lock"):
-            locks.try_lock(logs / "launcher.lock")
+            locks.try_to_lock_file(logs / "launcher.lock")
 
     as_stranger(told)
 
@@ -247,7 +247,7 @@ def test_workers_of_a_killed_launcher_are_waited_for(start, tmp_path):
 
 def test_a_worker_of_a_killed_launcher_begins_nothing(tmp_path):
     """The next launcher has begun to wait for the ends of all of them."""
-    held = locks.try_lock(tmp_path / "workers.lock")
+    held = locks.try_to_lock_file(tmp_path / "workers.lock")
     with pytest.raises(BlockingIOError):
         locks.lock_cell_as_worker(tmp_path)
     os.close(held)

@@ -59,8 +59,8 @@ def test_who_waits_for_the_place_where_all_meet_says_what_is_wrong(folder):
 
 
 def test_an_epoch_that_is_half_written_is_left_out(folder):
-    folder.append_epoch({"epoch": 1})
-    folder.append_epoch({"epoch": 2})
+    folder.append_epoch_result({"epoch": 1})
+    folder.append_epoch_result({"epoch": 2})
     with folder.epoch_results_path.open("a") as f:
         f.write('{"epoch": 3')
     assert folder.read_epoch_results() == [{"epoch": 1}, {"epoch": 2}]
@@ -77,7 +77,7 @@ def test_a_file_that_is_not_whole_is_an_error(folder):
 
 def test_what_an_earlier_run_left_is_gone(folder):
     folder.write_worker_result(0, {"status": "ok"})
-    folder.create()
+    folder.create_empty_folder()
     assert list(folder.path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ from stratbench.study.slurm.waiting import PATIENCE_S, WaitingJobs, describe_pro
 
 
 def pending(reason: str, start: str = "N/A") -> JobState:
-    return JobState("PENDING", reason=reason, start=start)
+    return JobState("PENDING", reason=reason, start_time=start)
 
 
 def told(states: dict[str, JobState]) -> list[str]:

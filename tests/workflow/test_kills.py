@@ -76,11 +76,11 @@ _main, _train = main, train_as_worker
 
 def main(job_json, *ranks):
     job = Job.from_json(job_json)
-    witness.started(job.folder.logs, job.origin_s)
+    witness.started(job.folder.log_dir, job.origin_s)
     _main(job_json, *ranks)
 
 def train_as_worker(job, *ranks):
-    witness.wait(job.folder.logs)
+    witness.wait(job.folder.log_dir)
     return _train(job, *ranks)
 """
 IN_RECORD = """

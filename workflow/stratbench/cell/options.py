@@ -56,13 +56,11 @@ class Options:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if not matches_type(value, types[spec.name]):
-                raise ValueError(
-                    f"{spec.name} = {format_wrong_value(value)}: must be {describe_type(types[spec.name])}"
-                )
+                allowed = describe_type(types[spec.name])
+                raise ValueError(f"{spec.name} = {format_wrong_value(value)}: must be {allowed}")
             if not is_within_limits(value, spec):
-                raise ValueError(
-                    f"{spec.name} = {format_wrong_value(value)}: must be {' and '.join(iter_limit_texts(spec))}"
-                )
+                limits = " and ".join(iter_limit_texts(spec))
+                raise ValueError(f"{spec.name} = {format_wrong_value(value)}: must be {limits}")
 
 
 _types = cache(get_type_hints)

@@ -53,14 +53,14 @@ class RunFolder:
         return cls((log_dir / cls.NAME).resolve(), node_local_dir)
 
     @property
-    def logs(self) -> Path:
+    def log_dir(self) -> Path:
         """The log folder of the cell, which contains the run folder."""
         return self.path.parent
 
     @property
     def saved_state_dir(self) -> Path:
         """The folder with the state from which the cell's next attempt resumes (`train.restarts`)."""
-        return self.logs / "checkpoints"
+        return self.log_dir / "checkpoints"
 
     def create_empty_folder(self) -> None:
         """Create the empty folder. Files of an earlier run of the cell are deleted."""
@@ -168,9 +168,10 @@ class RunFolder:
         while (endpoint := self.read_node0_endpoint()) is None:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(
-                    f"node 0 did not write its address for the other nodes into {self._node0_endpoint_path} within "
-                    f"{timeout_s:g} s; its log in this folder has the reason. If there is no log, the nodes "
-                    "do not share this folder: set `results` in config.yaml to a folder that all nodes share"
+                    "node 0 did not write its address for the other nodes into "
+                    f"{self._node0_endpoint_path} within {timeout_s:g} s; its log in this folder has the "
+                    "reason. If there is no log, the nodes do not share this folder: set `results` in "
+                    "config.yaml to a folder that all nodes share"
                 )
             time.sleep(_POLL_S)
         return endpoint

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.learning_rate import Schedule, compute_lr_factor
-from stratbench.cell.options import build_field_rules, build_dataclass_schema
+from stratbench.cell.options import build_dataclass_schema, build_field_rules
 
 #: The argument `planned` of a setting if each of its values has another memory or traffic.
 EACH = "each value"

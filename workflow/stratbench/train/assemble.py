@@ -231,7 +231,7 @@ def build_profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
     trace = job.folder.profile_trace_path
     if not trace.exists():
         return None
-    return {"trace": str(trace.relative_to(job.folder.logs)), "note": note}
+    return {"trace": str(trace.relative_to(job.folder.log_dir)), "note": note}
 
 
 def summarize_step_times(step_ms: list[float]) -> dict[str, float] | None:

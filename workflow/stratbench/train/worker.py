@@ -74,7 +74,7 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     job = Job.from_json(job_json)
     redirect_output(job.folder.get_log_path(format_worker_name(rank)))
     write_stacks_on_signal(job.folder.get_stack_path(format_worker_name(rank)))
-    lock_cell_as_worker(job.folder.logs)
+    lock_cell_as_worker(job.folder.log_dir)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         # The worker just ends: its agent detects that the time limit is over, and reports it.
         exit_immediately(EXIT_ERROR)

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from stratbench.analysis.records.derived import get_field_by_path
-from stratbench.analysis.records.facts import Facts, get_host_name, compute_longest_pause_of_node_s
+from stratbench.analysis.records.facts import Facts, compute_longest_pause_of_node_s, get_host_name
 from stratbench.analysis.records.samples import BUSY, SampleSeries
 from stratbench.cell.record import Record
 from stratbench.extensions.audit.rule import (

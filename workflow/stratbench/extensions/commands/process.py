@@ -66,7 +66,7 @@ class CommandProcess:
         supervisor = [sys.executable, "-m", "stratbench.extensions.commands.supervisor"]
         supervisor += [
             "--logs",
-            os.fspath(folder.logs),
+            os.fspath(folder.log_dir),
             "--log",
             os.fspath(folder.get_log_path(self.name)),
         ]

@@ -179,7 +179,7 @@ def check_experiment(
 ) -> None:
     """Raise ConfigError for the first value of an experiment that contradicts another.
 
-    All names must be known (`iter_name_faults`).
+    All names must be known (`iter_unknown_name_messages`).
 
     Args:
         where: Path of the experiment in the config, for messages.
@@ -236,7 +236,8 @@ def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[st
     if name is not None and (fault := tasks.unsuitable_task_reason(name, natural)):
         yield f".task = {format_wrong_value(name)}: {fault}; remove it, or use another data set"
     elif dataset.values and (name is None or name in tasks.TASKS):
-        yield f".dataset = {block['dataset']!r}: its task is {natural}: {tasks.describe_unsuitable_targets(True)}"
+        reason = tasks.describe_unsuitable_targets(True)
+        yield f".dataset = {block['dataset']!r}: its task is {natural}: {reason}"
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
             ": give either epochs or steps (which measures time and memory, without a score), and not both; "

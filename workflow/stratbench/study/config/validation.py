@@ -12,8 +12,8 @@ from stratbench.cell.text.words import format_wrong_value
 from stratbench.study.config.consistency import (
     check_decided_model,
     check_experiment,
-    check_own_models,
     check_name_lengths,
+    check_own_models,
     check_score_tolerances,
     fill_adamw_defaults,
     iter_unknown_name_messages,
@@ -23,8 +23,8 @@ from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError, format_wrong_value_message, join_messages
 from stratbench.study.config.schema import (
     build_config_schema,
-    check_extension_keys,
     check_config_structure,
+    check_extension_keys,
     fill_schema_defaults,
     parse_texts_by_schema,
 )

@@ -267,12 +267,12 @@ class JobFollower(RemoteExecutor):
         if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
             return None  # SLURM starts the job again
         if word == "NODE_FAIL" and state:
-            exclude_nodes(self, state.nodes)
+            exclude_nodes(self, state.node_names)
         if not word:
             text = "SLURM does not know it any more, and it has written no result "
             text += format_help_address("SLURM does not know it any more")
         else:
-            where = f" on {state.nodes}" if state and state.nodes else ""
+            where = f" on {state.node_names}" if state and state.node_names else ""
             text = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
         log = info.aux.get("slurm_logfile") if info.aux else None
         own = [Path(path) for path in getattr(info.job, "log", None) or ()]

@@ -35,20 +35,22 @@ class FollowedRun:
     """The state of the jobs of one Snakemake run on SLURM.
 
     Attributes:
-        request_texts: Each job's request to SLURM in words, by the job's first output file.
-        max_times_s: The plan's upper estimate of a job's time in seconds, by the job's first output file.
-        num_planned: Number of jobs that the run submits to SLURM.
-        postponed: Jobs to submit again.
+        request_text_by_output: Each job's request to SLURM in words, by the job's first output file.
+        max_time_s_by_output: The plan's upper estimate of a job's time in seconds, by the job's first output
+            file.
+        num_planned_jobs: Number of jobs that the run submits to SLURM.
+        postponed_jobs: Jobs to submit again.
         waiting_jobs: Reasons for which jobs wait in the queue.
         lock: Guards all fields: the plugin submits in a thread of its own.
-        is_ending: Set once Snakemake cancels its jobs, after which no job is submitted.
-        submitted_ids: SLURM's ids of all jobs that were submitted.
-        old_signatures: Signatures of a job's output files before its submission, by Snakemake's job.
-        omitted_since_s: Monotonic time in seconds since which SLURM's answers omit a job, by SLURM's id.
-        reported_refusals: Reasons of refusals that were reported to the user.
-        num_succeeded: Number of jobs that have succeeded.
+        run_is_ending: Set once Snakemake cancels its jobs, after which no job is submitted.
+        submitted_job_ids: SLURM's ids of all jobs that were submitted.
+        old_output_signatures: Signatures of a job's output files before its submission, by Snakemake's job.
+        omitted_since_s_by_job_id: Monotonic time in seconds since which SLURM's answers omit a job, by
+            SLURM's id.
+        reported_refusal_reasons: Reasons of refusals that were reported to the user.
+        num_succeeded_jobs: Number of jobs that have succeeded.
         failed_jobs: Snakemake's jobs that have failed.
-        silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
+        slurm_silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
         has_reported_silence: Whether a message to the user says that SLURM does not answer.
         last_message_s: Monotonic time in seconds of the last message to the user.
     """

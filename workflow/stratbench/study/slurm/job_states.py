@@ -36,17 +36,17 @@ class JobState:
 
     Attributes:
         state: SLURM's name of the state, such as `RUNNING`.
-        nodes: SLURM's list of the job's nodes; empty while the job waits.
+        node_names: SLURM's list of the job's nodes; empty while the job waits.
         reason: SLURM's word for the reason why the job waits.
         comment: Comment that the job was submitted with.
-        start: Time at which the job began or is expected to begin, as SLURM writes it; `N/A` if unknown.
+        start_time: Time at which the job began or is expected to begin, as SLURM writes it; `N/A` if unknown.
     """
 
     state: str
-    nodes: str = ""
+    node_names: str = ""
     reason: str = ""
     comment: str = ""
-    start: str = "N/A"
+    start_time: str = "N/A"
 
 
 def read_job_states(run_name: str, clusters: Iterable[str] = ()) -> dict[str, JobState] | None:

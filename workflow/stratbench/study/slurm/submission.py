@@ -63,10 +63,10 @@ class Postponed:
 
     Attributes:
         jobs: Snakemake's jobs.
-        silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
-        next_submission_s: Monotonic time in seconds of the next submission.
-        reported_kinds: Kinds of refusals that were reported to the user. `silence` is removed once SLURM
-            accepts a job.
+        slurm_silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
+        next_submission_at_s: Monotonic time in seconds of the next submission.
+        reported_refusal_kinds: Kinds of refusals that were reported to the user. `silence` is removed once
+            SLURM accepts a job.
     """
 
     jobs: list[Any] = field(default_factory=list)

@@ -57,7 +57,7 @@ class WaitingJobs:
     """The reasons for which jobs wait in the queue, and since when.
 
     Attributes:
-        output_by_job: First output file of each job, by SLURM's job id.
+        first_output_by_job_id: First output file of each job, by SLURM's job id.
     """
 
     first_output_by_job_id: dict[str, str] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class WaitingJobs:
         for reason, jobs in by_reason.items():
             if reason not in self._reported_reasons:
                 self._reported_reasons.add(reason)
-                yield self._describe_wait(reason, jobs, waiting[jobs[0], reason].start)
+                yield self._describe_wait(reason, jobs, waiting[jobs[0], reason].start_time)
 
     def _describe_wait(self, reason: str, job_ids: list[str], start_time: str) -> str:
         first = job_ids[0]

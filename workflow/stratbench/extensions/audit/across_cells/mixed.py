@@ -42,7 +42,7 @@ class ComparedFields:
     """Record fields that must be equal in compared cells, and the rule that checks them: a row of TABLE.
 
     Cells are compared if they share experiment, model and the coordinates in `shared_coordinates`. A field
-    belongs to a row if its path begins with one of `field_paths`.
+    belongs to a row if its path begins with one of `field_path_prefixes`.
     """
 
     rule_id: str
