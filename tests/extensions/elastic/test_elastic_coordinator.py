@@ -212,7 +212,7 @@ def test_strangers_and_surplus_workers_are_sent_away(
     )
     with pytest.raises(WorkerNotNeeded):
         join_as_member(stranger.folder, 9, lambda: None, threading.Event())
-    until(lambda: any("secret" in reason for reason in cell.coordinator.refusals.first))
+    until(lambda: any("secret" in reason for reason in cell.coordinator.refusals.first_texts))
     assert cell.coordinator.num_present_members == 2
 
 

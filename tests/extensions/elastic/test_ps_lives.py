@@ -308,7 +308,7 @@ def test_an_epoch_that_is_over_and_was_not_noted_ends_with_the_next_incarnation(
     shard = SimpleNamespace(finish=lambda: finished.append(True))
     store = SimpleNamespace(shards={0: shard}, buffers=None)
     epochs = EpochLog(TicketPlan(2, 2, 1), writer)
-    epochs.resume(range(settled), [], 9.0, store)
+    epochs.restore_completed_tickets(range(settled), [], 9.0, store)
     assert ended == [(0, 9.0), (1, 9.0)][: settled // 2]
     assert [e["epoch"] for e in epochs.ends] == [e for e, _ in ended]
     assert bool(finished) == epochs.is_complete == (settled == 4)
@@ -365,10 +365,10 @@ def test_servers_that_begin_anew_leave_no_state_of_a_training_that_is_gone(tmp_p
 def test_buffers_of_an_earlier_incarnation_count_only_until_somebody_pushes():
     before, after = BufferMean(torch.zeros(2)), BufferMean(torch.zeros(2))
     for place in range(3):
-        before.push(place, torch.full((2,), float(place)), ALIVE)
+        before.store_worker_buffers(place, torch.full((2,), float(place)), ALIVE)
     after.load(before.state())
     assert after.compute_mean().tolist() == [1.0, 1.0]
-    after.push(1, torch.full((2,), 7.0), ALIVE)
+    after.store_worker_buffers(1, torch.full((2,), 7.0), ALIVE)
     assert after.compute_mean().tolist() == [7.0, 7.0]
 
 

@@ -1066,7 +1066,8 @@ def test_optimizer_buffers_says_what_a_policy_keeps(name, workers):
 
 def test_options_are_known_without_torch():
     code = (
-        "import sys; from stratbench.extensions.servers.policies.policies import POLICIES, parse_policy_options;"
+        "import sys;"
+        "from stratbench.extensions.servers.policies.policies import POLICIES, parse_policy_options;"
         "list(map(parse_policy_options, POLICIES)); sys.exit('torch' in sys.modules)"
     )
     package = Path(__file__).parents[3] / "workflow"

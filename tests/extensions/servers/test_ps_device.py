@@ -312,13 +312,13 @@ def checks_nothing(unscaler, grads):
     grads.mul_(unscaler._inverse)
 
 
-push = Store.push
+push = Store.receive_push
 
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant"),
     [
-        (Store, "push", applies_at_once),
+        (Store, "receive_push", applies_at_once),
         (Staging, "_report_overflow", ignores_the_verdict),
         (Unscaler, "unscale", checks_nothing),
     ],

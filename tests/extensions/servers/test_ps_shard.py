@@ -124,7 +124,7 @@ def test_what_two_have_borrowed_is_free_when_both_have_read_it():
 
 
 @pytest.mark.parametrize(
-    "end", [lambda shard: shard.leave(1), lambda shard: shard.finish()], ids=["leave", "finish"]
+    "end", [lambda shard: shard.remove_worker(1), lambda shard: shard.finish()], ids=["leave", "finish"]
 )
 def test_what_was_lent_stays_when_a_held_push_is_applied_because_workers_leave(end):
     shard, _, _ = make_shard("ps-sync")
@@ -185,10 +185,10 @@ def test_a_worker_that_leaves_frees_the_others_and_may_come_back():
     shard, _, released = make_shard("ps-ssp", staleness_bound=0)
     shard.push(0, 0, torch.ones(4), ALIVE)
     assert released == []
-    shard.leave(1)
-    shard.leave(1)
+    shard.remove_worker(1)
+    shard.remove_worker(1)
     assert released == [(0, 5)]
-    shard.join(1)
+    shard.add_worker(1)
     assert released == [(0, 5), (1, 5)]
     shard.push(1, 1, torch.ones(4), ALIVE)
     assert released[2:] == [(1, 5)] or shard.policy.ready(0)
@@ -263,19 +263,19 @@ def test_the_servers_buffers_are_the_mean_of_each_workers_latest():
     mean = BufferMean(torch.full((2,), 8.0))
     assert mean.compute_mean().tolist() == [8.0, 8.0]
     pushed = torch.tensor([1.0, 2.0])
-    mean.push(0, pushed, ALIVE)
+    mean.store_worker_buffers(0, pushed, ALIVE)
     pushed.zero_()  # it is the caller's again
     assert mean.compute_mean().tolist() == [1.0, 2.0]
-    mean.push(1, torch.tensor([5.0, 6.0]), ALIVE)
-    mean.push(1, torch.tensor([3.0, 4.0]), ALIVE)
-    mean.push(1, torch.tensor([9.0, 9.0]), DEAD)
+    mean.store_worker_buffers(1, torch.tensor([5.0, 6.0]), ALIVE)
+    mean.store_worker_buffers(1, torch.tensor([3.0, 4.0]), ALIVE)
+    mean.store_worker_buffers(1, torch.tensor([9.0, 9.0]), DEAD)
     assert mean.compute_mean().tolist() == [2.0, 3.0]
 
 
 def test_a_lost_workers_buffers_count_only_if_there_are_no_others():
     mean = BufferMean(torch.zeros(1))
-    mean.push(0, torch.tensor([1.0]), ALIVE)
+    mean.store_worker_buffers(0, torch.tensor([1.0]), ALIVE)
     mean.forget_worker(0)
     assert mean.compute_mean().tolist() == [1.0]
-    mean.push(1, torch.tensor([5.0]), ALIVE)
+    mean.store_worker_buffers(1, torch.tensor([5.0]), ALIVE)
     assert mean.compute_mean().tolist() == [5.0]

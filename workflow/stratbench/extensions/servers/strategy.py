@@ -272,7 +272,7 @@ class ParameterServer(base.Strategy):
         from stratbench.extensions.servers.ps.scale import LossScale
 
         self.worker, self.model = worker, model
-        self.flat = self.flatten()
+        self.flat = self.flatten_model()
         self.compiled = collective.compile_if_requested(model, worker.settings)
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect_to_servers()
@@ -282,7 +282,7 @@ class ParameterServer(base.Strategy):
         self._before: tuple[float, ...] = (0.0,)
         self.reset()
 
-    def flatten(self) -> FlatSpace:
+    def flatten_model(self) -> FlatSpace:
         """Move the model's tensors into flat tensors, and return these."""
         from stratbench.extensions.servers.ps.flat import FlatSpace
 

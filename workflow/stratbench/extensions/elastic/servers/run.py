@@ -95,8 +95,8 @@ class ElasticRun(ServerRun):
         self._began_unix_s = saved.extra_values["began_unix_s"]
         self._settled_before = len(settled)
         spent_s = time.time() - self._began_unix_s
-        self.epochs.resume(settled, saved.extra_values["ends"], spent_s, self._store)
-        self.tickets.resume(list(settled))
+        self.epochs.restore_completed_tickets(settled, saved.extra_values["ends"], spent_s, self._store)
+        self.tickets.mark_settled_earlier(list(settled))
         if self._first:
             self.lost, self.tickets.reassigned = (
                 saved.extra_values["lost"],
@@ -269,7 +269,7 @@ class ElasticRun(ServerRun):
             if not self.done:
                 super()._continue_without_member(self._release_work_of_member(member))
             self._end_run_if_empty()
-        member.end()
+        member.queue_end()
 
     def _continue_without_member(self, member: Member) -> None:
         """Continue the training without a lost worker, and write its loss to the journal."""

@@ -369,7 +369,7 @@ def make_strategy_with_substitutes(request: Request) -> base.Strategy:
 class FakeParameterServer(ParameterServer):
     """Substitute for a worker of parameter servers, without servers and shared memory."""
 
-    def flatten(self) -> FlatSpace:
+    def flatten_model(self) -> FlatSpace:
         return FlatSpace(self.model, allocate=_allocate_unshared_tensors)
 
     def connect_to_servers(self) -> NoChannel:

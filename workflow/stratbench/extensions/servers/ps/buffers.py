@@ -26,7 +26,9 @@ class BufferMean:
         self._lost: set[int] = set()
         self._lock = threading.Lock()
 
-    def push(self, worker: int, buffers: Tensor, is_alive: Callable[[], bool]) -> None:
+    def store_worker_buffers(
+        self, worker: int, buffers: Tensor, is_alive: Callable[[], bool]
+    ) -> None:
         """Store a copy of a worker's latest buffers, which replaces the copy before.
 
         Args:

@@ -417,7 +417,7 @@ class Channel:
             if self._unscaler is not None:
                 self._unscaler.begin_step(self.scale)
                 self._unscaler.unscale(self.flat.grads)
-                overflowed = bool(self._unscaler.found)
+                overflowed = bool(self._unscaler.overflow_flag)
             if not overflowed:
                 self._push_buffers()
                 self._push_shards(0, len(self._bounds))

@@ -230,7 +230,7 @@ class Staging:
         for bucket in sorted(self._waiting, reverse=True):
             self._copy_bucket(bucket)
         if self._unscaler is not None:
-            self._copy_tensor(self._unscaler.found, self._found, self._report_overflow)
+            self._copy_tensor(self._unscaler.overflow_flag, self._found, self._report_overflow)
         self._copied.put(None)
         self._sender.join()
         # After an error, the sending thread leaves items in the queue.
@@ -264,8 +264,8 @@ class Staging:
     def copy_weights_to_device(self, start: int, stop: int) -> None:
         """Copy weights `start` to `stop` - 1 from the host to the device.
 
-        While a backward may read the old weights, the copy is left to the next `start_accepting_weights`. Any thread
-        may call this method. The host does not wait.
+        While a backward may read the old weights, the next `start_accepting_weights` makes the copy.
+        Any thread may call this method. The host does not wait.
         """
         with self._arrivals:
             if self._accepting:

@@ -263,7 +263,7 @@ class Member:
         self.last_ticket = 0
         self.missing_shards: set[int] = set()  # shards of the current ticket that have not arrived
         #: With a loss scale, the pushed shards (and `BUFFERS`) until the worker sends APPLY or SKIP.
-        self.held: list[int] = []
+        self.held_shards: list[int] = []
         self.weight = 1.0  # weight of the arriving push in an average of pushes
         #: Queued replies: a shard's number for its weights, a pair of frame and payload, or None as the end.
         self._outbox: deque[Any] = deque()
@@ -321,7 +321,7 @@ class Member:
         """Append a frame to the queue of replies to the worker."""
         self.queue_reply((frame, payload))
 
-    def end(self) -> None:
+    def queue_end(self) -> None:
         """Append the end to the queue of replies to the worker. Later replies are not sent."""
         self.queue_reply(None)
 

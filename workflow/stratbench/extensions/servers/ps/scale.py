@@ -47,14 +47,14 @@ class Unscaler:
 
     def __init__(self, device: torch.device) -> None:
         #: Overflow flag, shape [1]. It is not 0 if a gradient of the present step was not finite.
-        self.found = torch.zeros(1, device=device)
+        self.overflow_flag = torch.zeros(1, device=device)
         self._inverse = torch.ones(1, device=device)
 
     def begin_step(self, scale: LossScale) -> None:
         """Start a new step, whose gradients are multiplied by this scale."""
-        self.found.zero_()
+        self.overflow_flag.zero_()
         self._inverse.fill_(1 / scale.value)
 
     def unscale(self, grads: Tensor) -> None:
         """Divide the gradients `grads` by the loss scale, in place."""
-        unscale_gradients([grads], self.found, self._inverse)
+        unscale_gradients([grads], self.overflow_flag, self._inverse)

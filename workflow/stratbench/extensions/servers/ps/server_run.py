@@ -263,7 +263,7 @@ class ServerRun:
                 return
             if member.idle:
                 member.idle = False
-                self._store.join(member.place)
+                self._store.add_worker(member.place)
             elif not member.is_ready_to_start:
                 member.is_ready_to_start = True
                 self._add_ready_member(member)
@@ -275,7 +275,7 @@ class ServerRun:
         """
         self._ask_for_weights()
         if self._initialised:
-            self._store.join(member.place)
+            self._store.add_worker(member.place)
         self._start_if_ready()
 
     def _ask_for_weights(self) -> None:
@@ -302,9 +302,9 @@ class ServerRun:
             for slot in self._membership.list_absent_slots(
                 [entry["worker"] for entry in self.lost]
             ):
-                self._store.leave(slot, lost=True)
+                self._store.remove_worker(slot, lost=True)
             for other in self._membership.ready_members:
-                self._store.join(other.place)
+                self._store.add_worker(other.place)
             self._start_if_ready()
 
     def _make_shard(self, number: int, weights: Tensor) -> Shard:
@@ -389,7 +389,7 @@ class ServerRun:
             and frame.count >= len(member.missing_shards)
         ):
             self._reserve_ticket(member)
-        self._store.push(member, frame)
+        self._store.receive_push(member, frame)
         if not member.missing_shards and not member.scaled:
             self._finish_push(member)
 
@@ -464,7 +464,7 @@ class ServerRun:
         if ticket is not None:
             if member.idle:
                 member.idle = False
-                self._store.join(member.place)
+                self._store.add_worker(member.place)
             member.assign_ticket(ticket.number, self._store.mine)
             member.queue_frame(Frame(Kind.TICKET, ticket=ticket.number), pack_ticket(*ticket))
         elif not member.idle:
@@ -478,7 +478,7 @@ class ServerRun:
     def _mark_idle(self, member: Member) -> None:
         member.idle = True
         if self._tolerates_loss:
-            self._store.leave(member.place, lost=False)
+            self._store.remove_worker(member.place, lost=False)
 
     def _on_wait(self, member: Member, frame: Frame) -> None:
         """Handle WAIT: a worker reports that server 0 has no ticket for it now."""
@@ -515,7 +515,7 @@ class ServerRun:
         with self._lock:
             member.alive = False
             self._end_run_if_empty()
-        member.end()
+        member.queue_end()
 
     def _on_leave(self, member: Member) -> None:
         raise ProtocolError("malformed frame: LEAVE, which only elastic workers may send")
@@ -547,7 +547,7 @@ class ServerRun:
             member.queue_frame(
                 Frame(Kind.ERR), f"the server gave this worker up: {reason}".encode()
             )
-            member.end()
+            member.queue_end()
             if not self.done:
                 after_s = time.perf_counter() - self._first_ticket_s if self._started else 0.0
                 self.lost.append(
@@ -562,7 +562,7 @@ class ServerRun:
     def _continue_without_member(self, member: Member) -> None:
         self.tickets.take_back_tickets(member.worker)
         if self._initialised:
-            self._store.leave(member.place, lost=True)
+            self._store.remove_worker(member.place, lost=True)
         else:
             self._ask_for_weights()
         self._start_if_ready()
@@ -622,7 +622,7 @@ class ServerRun:
         members = list(self._members.values())
         give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:
-            member.end()
+            member.queue_end()
         # Connected workers leave when they have read the reason for the run's end. Lost workers may not.
         readers = [m.reader for m in members if m.alive]
         for thread in [*(m.sender for m in members if m.sender), *readers]:
@@ -649,6 +649,6 @@ class ServerRun:
             "lost": self.lost,
             "reassigned": self.tickets.reassigned,
             "refused": self.refusals.count,
-            "refusals": self.refusals.first,
+            "refusals": self.refusals.first_texts,
             **(self._store.statistics() if self._store is not None else {}),
         }

@@ -167,7 +167,7 @@ class Shard:
             with self._lock:
                 self._return_lent_weights(lent)
 
-    def join(self, worker: int) -> None:
+    def add_worker(self, worker: int) -> None:
         """Add a new or returning worker, and let it read the shard's weights at once."""
         with self._lock:
             if worker in self._left:
@@ -175,7 +175,7 @@ class Shard:
                 self.policy.on_join(worker)
             self._release(worker, self.index)
 
-    def leave(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Remove an idle or lost worker, so that no other worker waits for it."""
         with self._lock:
             self._waiting.discard(worker)
@@ -213,7 +213,7 @@ class Shard:
         self.dropped, self.apply_s = state["dropped"], state["apply_s"]
         self._left = set(state["left"])
         for slot in range(self.policy.hyper.workers):
-            self.leave(slot)
+            self.remove_worker(slot)
 
     def finish(self) -> None:
         """End the training: remove all workers, and apply the gradients that the policy still holds."""

@@ -139,7 +139,7 @@ class Store:
         check_payload_length(frame, member.lane.compute_payload_bytes(moved_bytes))
         return numbers
 
-    def push(self, member: Member, frame: Frame) -> None:
+    def receive_push(self, member: Member, frame: Frame) -> None:
         """Receive the gradients, or the buffers, of a PUSH frame and apply them.
 
         If the worker has a loss scale, they are stored until `apply_push` or `skip_ticket` is called.
@@ -151,7 +151,7 @@ class Store:
             member.weight = frame.weight
             member.bytes_in += member.lane.count_pushed_bytes(shard)
             if member.scaled:
-                member.held.append(shard)
+                member.held_shards.append(shard)
             else:
                 self._apply_received_shard(member, frame.ticket, shard)
             member.missing_shards.discard(shard)
@@ -159,7 +159,7 @@ class Store:
     def _apply_received_shard(self, member: Member, ticket: int, shard: int) -> None:
         received = member.lane.get_received_tensor(shard)
         if shard == BUFFERS:
-            self.buffers.push(member.place, received, member.is_alive)
+            self.buffers.store_worker_buffers(member.place, received, member.is_alive)
         else:
             self.shards[shard].push(member.place, ticket, received, member.is_alive, member.weight)
 
@@ -171,19 +171,19 @@ class Store:
         """
         if member.missing_shards or not member.scaled:
             raise ProtocolError("malformed frame: APPLY came before all shards of the push")
-        for k in member.held:
+        for k in member.held_shards:
             self._apply_received_shard(member, ticket, k)
-        member.held.clear()
+        member.held_shards.clear()
 
     def skip_ticket(self, member: Member, ticket: int) -> None:
         """Count a worker's ticket as a step without gradients.
 
         All data stored for the ticket are dropped.
         """
-        for k in sorted(member.missing_shards.union(member.held) - {BUFFERS}):
+        for k in sorted(member.missing_shards.union(member.held_shards) - {BUFFERS}):
             self.shards[k].push(member.place, ticket, None, member.is_alive)
         member.missing_shards.clear()
-        member.held.clear()
+        member.held_shards.clear()
 
     def view(self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]) -> int:
         """Write the weights that a worker reads to `out`, and return their version.
@@ -211,15 +211,15 @@ class Store:
         """
         return self.shards[shard].lend_weights(slot, spare, is_alive)
 
-    def join(self, slot: int) -> None:
+    def add_worker(self, slot: int) -> None:
         """Add the worker with this slot to all shards, and let the worker read them."""
         for shard in self.shards.values():
-            shard.join(slot)
+            shard.add_worker(slot)
 
-    def leave(self, slot: int, lost: bool) -> None:
+    def remove_worker(self, slot: int, lost: bool) -> None:
         """Remove the worker with this slot from all shards. If it is lost, ignore its float buffers, too."""
         for shard in self.shards.values():
-            shard.leave(slot)
+            shard.remove_worker(slot)
         if lost and self.buffers is not None:
             self.buffers.forget_worker(slot)
 
@@ -284,7 +284,7 @@ class EpochLog:
         """Whether all tickets of the plan are completed."""
         return len(self._seen) == len(self._plan)
 
-    def resume(
+    def restore_completed_tickets(
         self,
         settled: Collection[int],
         epoch_ends: list[dict[str, float]],

@@ -225,7 +225,7 @@ class Tickets:
         self.settled_by[number] = worker
         self.n_settled += 1
 
-    def resume(self, settled: Collection[int]) -> None:
+    def mark_settled_earlier(self, settled: Collection[int]) -> None:
         """Mark tickets as completed that were completed before the servers were started again."""
         for number in settled:
             self.settled_by[number] = EARLIER

@@ -34,7 +34,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self.count = 0
-        self.first: list[str] = []  # texts of the first hundred refusals
+        self.first_texts: list[str] = []  # texts of the first hundred refusals
         self._lock = threading.Lock()
 
     def add_refusal(self, peer: str, reason: str) -> None:
@@ -46,10 +46,10 @@ class Refusals:
         """
         with self._lock:
             self.count += 1
-            if len(self.first) >= _REFUSALS_KEPT:
+            if len(self.first_texts) >= _REFUSALS_KEPT:
                 return
-            self.first.append(f"{peer}: {reason}")
-            last = len(self.first) == _REFUSALS_KEPT
+            self.first_texts.append(f"{peer}: {reason}")
+            last = len(self.first_texts) == _REFUSALS_KEPT
         log.warning("refused %s: %s", peer, reason)
         if last:
             log.warning("from here on refusals are only counted")
