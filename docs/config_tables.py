@@ -78,8 +78,8 @@ def block_page(block: str, rule: Mapping[str, Any]) -> str:
     """Return the page of a block of config.yaml: an example with every key, then its tables."""
     parts = [
         f"# Configuration: `{block}`\n",
-        f"This reference lists the keys of the block `{block}` in [config.yaml](../../configuration.md): "
-        f"{rule['description'][0].lower()}{rule['description'][1:]}\n",
+        f"This reference lists the keys of the block `{block}` in [config.yaml](../../configuration.md).\n",
+        f"{rule['description']}\n",
         f"```yaml\n{example_of(block)}```\n",
     ]
     for title, properties, required in iter_blocks("", {"properties": {block: rule}}):
