@@ -48,7 +48,7 @@ class Node:
         """Return the number of the node's GPUs of a type. The type None means all types."""
         return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
-    def list_lacking_resources(self, request: JobRequest) -> list[str]:
+    def list_missing_resources(self, request: JobRequest) -> list[str]:
         """Return the resources of which the node has less than requested: gpus, cpus, memory, time."""
         short = {
             "gpus": self.count_gpus(request.gpu_type) < request.gpus,
@@ -163,7 +163,7 @@ def select_partition_nodes(nodes: Iterable[Node], partition: str | int | None) -
 
 def count_fitting_nodes(request: JobRequest, nodes: Iterable[Node]) -> int:
     """Return the largest number of nodes in any partition that satisfy the request."""
-    able = Counter(node.partition for node in nodes if not node.list_lacking_resources(request))
+    able = Counter(node.partition for node in nodes if not node.list_missing_resources(request))
     return max(able.values(), default=0)
 
 
@@ -191,7 +191,7 @@ def job_too_large_reason(
     for node in nodes:
         by_partition.setdefault(node.partition, []).append(node)
     for here in by_partition.values():
-        if sum(not node.list_lacking_resources(request) for node in here) >= request.nodes:
+        if sum(not node.list_missing_resources(request) for node in here) >= request.nodes:
             return None
     if not nodes:
         return None
@@ -199,7 +199,7 @@ def job_too_large_reason(
     def rank_node(node: Node) -> tuple[int, ...]:
         gpus = node.count_gpus(request.gpu_type)
         return (
-            len(node.list_lacking_resources(request)),
+            len(node.list_missing_resources(request)),
             -gpus,
             -node.gpus,
             -node.cpus,
@@ -207,9 +207,9 @@ def job_too_large_reason(
         )
 
     largest = min(nodes, key=rank_node)
-    lacks = largest.list_lacking_resources(request)
+    lacks = largest.list_missing_resources(request)
     able = {
-        n.name for n in by_partition[largest.partition] if not n.list_lacking_resources(request)
+        n.name for n in by_partition[largest.partition] if not n.list_missing_resources(request)
     }
     gpus = largest.count_gpus(request.gpu_type)
     has = _format_resources(

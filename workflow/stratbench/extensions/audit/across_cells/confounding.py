@@ -181,20 +181,20 @@ def have_disjoint_times(own: Iterable[TimedRun], others: Iterable[TimedRun]) -> 
 
 
 def describe_run_order(
-    runs_by_repeat: dict[int, TimedRun], rival_runs_by_repeat: dict[int, TimedRun]
+    runs_by_repeat: dict[int, TimedRun], other_runs_by_repeat: dict[int, TimedRun]
 ) -> str:
     """Return `before` or `after`, the order of two groups, or "" without a clear order.
 
     The order is clear if most pairs of equal repeats have it, with another repeat of the groups between.
     """
     pairs = [
-        (run, rival_runs_by_repeat[repeat])
+        (run, other_runs_by_repeat[repeat])
         for repeat, run in runs_by_repeat.items()
-        if repeat in rival_runs_by_repeat
+        if repeat in other_runs_by_repeat
     ]
     if len(pairs) < 2:
         return ""
-    both = [*runs_by_repeat.values(), *rival_runs_by_repeat.values()]
+    both = [*runs_by_repeat.values(), *other_runs_by_repeat.values()]
     ahead = sum(compare_run_order(one, other, both) for one, other in pairs) / len(pairs)
     return "" if abs(ahead) <= 0.5 else "before" if ahead > 0 else "after"
 
