@@ -62,7 +62,7 @@ class PlanFile:
     def infeasible_reason(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
-        """Return the plan's reason why the cell cannot run, or None without one.
+        """Return the plan's reason for which the cell cannot run, or None without one.
 
         A plan for other settings or another GPU has no reason.
 

@@ -21,7 +21,7 @@ def format_wrong_value_message(
     Args:
         key_path: Path of the key.
         value: The wrong value.
-        problem: Why the value is wrong, such as `is not a model`.
+        problem: What is wrong with the value, such as `is not a model`.
         allowed: Allowed values.
     """
     allowed = list(allowed)

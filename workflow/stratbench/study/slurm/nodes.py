@@ -282,7 +282,7 @@ def _iter_remedies(
 
 
 def format_refusals(refusals: Mapping[Cell, str]) -> list[str]:
-    """Return a line per reason why cells are too large for every node.
+    """Return a line per reason for which cells are too large for every node.
 
     A line has the first cell, and the number of other cells.
     """
