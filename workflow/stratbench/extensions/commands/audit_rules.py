@@ -30,8 +30,9 @@ WITHIN = (
 
 @record_rule("contradictory-report", "unusable", "all", of="commands")
 def find_contradictory_reports(facts: Facts) -> Iterator[str]:
-    """A command's report contradicts itself or the measurements of its processes. Steps lie outside of the
-    processes' lifetime, or counts do not add up.
+    """A command's report contradicts itself or the measurements of its processes.
+
+    Steps lie outside of the processes' lifetime, or counts do not add up.
     """
     reported, outside = facts("program.self_reported"), facts("program.external")
     if not facts.finished or not reported:
@@ -61,8 +62,9 @@ def find_contradictory_reports(facts: Facts) -> Iterator[str]:
 
 @record_rule("unlike-its-cell", "warning", "all", of="commands")
 def find_reports_with_unrequested_counts(facts: Facts) -> Iterator[str]:
-    """A command reports another number of processes or samples than its cell requests. The cell is not ranked
-    with cells that have the requested numbers.
+    """A command reports another number of processes or samples than its cell requests.
+
+    The cell is not ranked with cells that have the requested numbers.
     """
     if facts.status != "ok":
         return

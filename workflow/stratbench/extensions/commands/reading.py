@@ -224,7 +224,7 @@ def _parse_number(value: Any, name: str) -> float:
     return float(value)
 
 
-def _parse_whole_number(value: Any, name: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 53:
-        raise ValueError(f"{name} = {str(value)[:40]!r} is no whole number of at least {least}")
+def _parse_whole_number(value: Any, name: str, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 1 << 53:
+        raise ValueError(f"{name} = {str(value)[:40]!r} is no whole number of at least {minimum}")
     return value

@@ -92,11 +92,11 @@ class Command(Strategy):
 
     @classmethod
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
-        lacking = {"node", "host"} - set(iter_placeholders(get_command_arguments(options)))
-        if gpus > per_node and lacking:
+        missing = {"node", "host"} - set(iter_placeholders(get_command_arguments(options)))
+        if gpus > per_node and missing:
             raise ValueError(
                 f"{gpus} workers span several nodes, and the command is started on each node; add "
-                f"{' and '.join(f'{{{name}}}' for name in sorted(lacking))} to its arguments, "
+                f"{' and '.join(f'{{{name}}}' for name in sorted(missing))} to its arguments, "
                 "or use fewer workers"
             )
 

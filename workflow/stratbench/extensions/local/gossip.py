@@ -76,6 +76,8 @@ class Gossip(Local):
             self.sent_bytes += len(sends) * chunk.nbytes
 
 
-def split_tensors_into_chunks(flats: list[Tensor]) -> list[Tensor]:
+def split_tensors_into_chunks(flat_tensors: list[Tensor]) -> list[Tensor]:
     """Return views of flat tensors with at most CHUNK_BYTES bytes each."""
-    return [chunk for flat in flats for chunk in flat.split(CHUNK_BYTES // flat.element_size())]
+    return [
+        chunk for flat in flat_tensors for chunk in flat.split(CHUNK_BYTES // flat.element_size())
+    ]

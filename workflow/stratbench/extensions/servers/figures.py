@@ -64,7 +64,7 @@ def compute_node_link_traffic(job: Job, workers: list[dict[str, Any]]) -> dict[s
         if not w.get("communication"):
             continue
         steps += w["steps"]
-        own = job.compute_node(w["rank"])
+        own = job.get_node_of_rank(w["rank"])
         for k, (out, back) in enumerate(w["communication"]["by_server_bytes"]):
             node = find_node_of_server(job.settings, k, job.n_nodes)
             if node == own:

@@ -60,7 +60,7 @@ def train_on_tickets(
 
     def evaluate_epoch_now(epoch: int) -> dict[str, float | None]:
         if clock.is_running:
-            clock.end()
+            clock.end_epoch()
         with phases("eval"):
             return evaluate_epoch_snapshot(strategy, data, worker, epoch)
 
@@ -99,11 +99,11 @@ def train_on_tickets(
         samples += len(y)
         taken += 1
     if clock.is_running:
-        clock.end()
+        clock.end_epoch()
     reports.shutdown()
     if samples:
         log.write_phase_event("train", "end")
-    used = memory.read()
+    used = memory.read_memory_since_start()
     sums = {e: {n: sum_batch_losses(v) for n, v in steps.items()} for e, steps in losses.items()}
     diverged = [
         f"training loss of epoch {e + 1}"

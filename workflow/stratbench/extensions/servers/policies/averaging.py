@@ -88,7 +88,7 @@ class SyncPolicy(Policy):
         if self.push_weight != 1.0:
             grad.mul_(self.push_weight)
         self._weight += self.push_weight
-        if self._advance_step(borrowed=grad):
+        if self._advance_step(caller_gradient=grad):
             return Outcome.APPLIED
         if self._total is grad:
             self._total = self._copy_to_free_buffer(grad)
@@ -124,18 +124,18 @@ class SyncPolicy(Policy):
         """
         return min(self._live - self._arrived, default=math.inf)
 
-    def _advance_step(self, borrowed: Tensor | None = None) -> bool:
+    def _advance_step(self, caller_gradient: Tensor | None = None) -> bool:
         """Add arrived gradients to the sum in the order of slots. If none is missing, update the weights.
 
         Args:
-            borrowed: Gradient tensor of the caller, which must not become a free buffer.
+            caller_gradient: Gradient tensor of the caller, which must not become a free buffer.
 
         Returns:
             Whether the weights were updated and the next step begins.
         """
         limit = self._find_slot_limit_of_sum()
         for worker in sorted(w for w in self._held if w < limit):
-            self._add_gradient_to_sum(self._held.pop(worker), borrowed)
+            self._add_gradient_to_sum(self._held.pop(worker), caller_gradient)
         if limit != math.inf:
             return False
         if self._total is not None:
@@ -144,25 +144,25 @@ class SyncPolicy(Policy):
                 self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1
-            self._release_buffer(self._total, borrowed)
+            self._release_buffer(self._total, caller_gradient)
         self._total, self._weight, self._arrived_and_left = None, 0.0, 0
         self._arrived.clear()
         return True
 
-    def _add_gradient_to_sum(self, grad: Tensor, borrowed: Tensor | None = None) -> None:
+    def _add_gradient_to_sum(self, grad: Tensor, caller_gradient: Tensor | None = None) -> None:
         if self._total is None:
             self._total = grad
         else:
             self._total.add_(grad)
-            self._release_buffer(grad, borrowed)
+            self._release_buffer(grad, caller_gradient)
 
     def _copy_to_free_buffer(self, grad: Tensor) -> Tensor:
         slot = self._free.pop()
         slot.copy_(grad)
         return slot
 
-    def _release_buffer(self, tensor: Tensor, borrowed: Tensor | None) -> None:
-        if tensor is not borrowed:
+    def _release_buffer(self, tensor: Tensor, caller_gradient: Tensor | None) -> None:
+        if tensor is not caller_gradient:
             self._free.append(tensor)
 
 
@@ -231,10 +231,10 @@ class BackupPolicy(SyncPolicy):
         self._passed.discard(worker)
         return passed or read_version != self.version
 
-    def _advance_step(self, borrowed: Tensor | None = None) -> bool:
+    def _advance_step(self, caller_gradient: Tensor | None = None) -> bool:
         version, missing = self.version, self._live - self._arrived - self._late
         pushes = len(self._arrived) + self._arrived_and_left
-        stepped = pushes > 0 and super()._advance_step(borrowed)
+        stepped = pushes > 0 and super()._advance_step(caller_gradient)
         if stepped:
             self._late.clear()
             if self.version == version:

@@ -83,7 +83,7 @@ class Header:
 
     Sequence numbers start at 0 and increase by one per frame. The tag is keyed BLAKE2b over the fields, so
     that a frame of another connection, direction or run is refused. Payloads are not authenticated
-    (docs/parameter-server-protocol.md says why).
+    (docs/parameter-server-protocol.md has the reason).
     """
 
     def __init__(self, key: bytes) -> None:

@@ -42,7 +42,7 @@ class Refusals:
 
         Args:
             peer: Name or address of the peer.
-            reason: Why the peer was refused.
+            reason: Reason of the refusal.
         """
         with self._lock:
             self.count += 1
