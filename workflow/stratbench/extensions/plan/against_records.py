@@ -89,17 +89,21 @@ def make_prediction_rows(
     ]
 
 
-def compute_bytes_before_first_step(footprint: Footprint, predicted: MemoryPeak) -> int:
+def compute_bytes_before_first_step(footprint: Footprint, predicted_peak: MemoryPeak) -> int:
     """Return the predicted bytes on a worker before the first step, data set included.
 
     Records measure the growth of memory from there.
     """
     between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
     # The warm-up already makes the receive buffers of a pipeline stage, whose size follows from the batch.
-    return between_bytes + predicted.parts_bytes["data"] + predicted.parts_bytes.get("received", 0)
+    return (
+        between_bytes
+        + predicted_peak.parts_bytes["data"]
+        + predicted_peak.parts_bytes.get("received", 0)
+    )
 
 
-def get_measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int | None:
+def get_measured_peak_bytes(memory_record: Mapping[str, Any], base_bytes: int) -> int | None:
     """Return the peak memory of training in bytes, from one rank's memory record.
 
     On a GPU it is the memory requested from the allocator, without cuBLAS's workspaces. Older records only
@@ -107,20 +111,20 @@ def get_measured_peak_bytes(memory: Mapping[str, Any], base_bytes: int) -> int |
     the peak is `base_bytes` (model states and data set, known exactly) plus the growth of resident memory
     in a step.
     """
-    if memory["method"] not in CPU_METHODS:
-        peak_bytes = memory.get("requested_peak_bytes", memory["peak_bytes"])
-        return None if peak_bytes is None else peak_bytes - memory.get("cublas_bytes", 0)
-    added_bytes = memory["peak_over_base_bytes"]
+    if memory_record["method"] not in CPU_METHODS:
+        peak_bytes = memory_record.get("requested_peak_bytes", memory_record["peak_bytes"])
+        return None if peak_bytes is None else peak_bytes - memory_record.get("cublas_bytes", 0)
+    added_bytes = memory_record["peak_over_base_bytes"]
     return None if added_bytes is None else base_bytes + added_bytes
 
 
-def get_measured_step_growth_bytes(memory: Mapping[str, Any]) -> int | None:
+def get_measured_step_growth_bytes(memory_record: Mapping[str, Any]) -> int | None:
     """Return the measured growth of memory in a step in bytes, without cuBLAS's workspaces.
 
     The result is None if the record lacks the growth.
     """
-    added_bytes = memory["peak_over_base_bytes"]
-    return None if added_bytes is None else added_bytes - memory.get("cublas_bytes", 0)
+    added_bytes = memory_record["peak_over_base_bytes"]
+    return None if added_bytes is None else added_bytes - memory_record.get("cublas_bytes", 0)
 
 
 def get_measured_bytes_between_steps(record: Mapping[str, Any]) -> int | None:
@@ -161,8 +165,8 @@ def _convert_to_mib(n_bytes: float | None) -> float | None:
     return None if n_bytes is None else round(n_bytes / MIB, 2)
 
 
-def _sum_bytes_of_parts(parts: Mapping[str, int] | None) -> int | None:
-    return None if parts is None else sum(parts.values())
+def _sum_bytes_of_parts(bytes_by_part: Mapping[str, int] | None) -> int | None:
+    return None if bytes_by_part is None else sum(bytes_by_part.values())
 
 
 def _compute_relative_error(predicted: float | None, measured: float | None) -> float | None:

@@ -298,9 +298,10 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
     )
 
 
-def _make_rehearsal_without_dry_run(network: CheckResult) -> Rehearsal:
+def _make_rehearsal_without_dry_run(network_check: CheckResult) -> Rehearsal:
     return Rehearsal(
-        unpredicted_reason=network.unchecked_reason, unchecked_reason=network.unchecked_reason
+        unpredicted_reason=network_check.unchecked_reason,
+        unchecked_reason=network_check.unchecked_reason,
     )
 
 
@@ -440,26 +441,26 @@ def _count_model_parameters(request: Request) -> int:
 # --- dry run of one kind of cell --------------------------------------------------------------
 
 
-def rehearse_strategy(request: Request, network: CheckResult) -> Rehearsal:
+def rehearse_strategy(request: Request, network_check: CheckResult) -> Rehearsal:
     """Run a request's strategy with its model on fake tensors, and return the result.
 
-    `network` is the check of the model.
+    `network_check` is the check of the model.
     """
     import torch
 
     from stratbench.workload.network.trial import Trial
 
     torch.set_num_threads(1)
-    trial = Trial.from_dict(network.trial_values)
+    trial = Trial.from_dict(network_check.trial_values)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = network.unpredicted_reason or make_footprint_or_error(
-            request, trial, network.equal_blocks
+        made = network_check.unpredicted_reason or make_footprint_or_error(
+            request, trial, network_check.equal_blocks
         )
         if isinstance(made, Footprint):
             return Rehearsal(made)
         # Fake tensors may have caused the error. If the model is small, a step with real numbers decides.
-        if network.num_parameters <= MAX_REAL_PARAMETERS:
+        if network_check.num_parameters <= MAX_REAL_PARAMETERS:
             return Rehearsal(
                 refusal_reason=_find_refusal_reason(request, trial), unpredicted_reason=made
             )

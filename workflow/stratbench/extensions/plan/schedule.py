@@ -216,14 +216,14 @@ def make_plan(
     )
 
 
-def read_records_by_cell(study: Study, results: str) -> dict[Cell, dict[str, Any]]:
+def read_records_by_cell(study: Study, results_folder: str) -> dict[Cell, dict[str, Any]]:
     """Return the study's usable records by cell.
 
     Print which records are left out, such as those of other settings.
     """
     records, others = {}, []
     for cell in study.cells:
-        path = cell.record_path(results)
+        path = cell.record_path(results_folder)
         if os.path.lexists(path):
             try:
                 of_cell = record.read_measured_record(path)
@@ -383,11 +383,11 @@ def classify_memory_fit(needed_bytes: float, device: Device, margin: float) -> s
     return TIGHT if needed_bytes <= device.compute_max_tight_bytes(margin) else DOES_NOT_FIT
 
 
-def _classify_time_limit(total: Span | None, limit_s: float | None) -> str:
+def _classify_time_limit(total_time: Span | None, limit_s: float | None) -> str:
     """Return whether the time limit ends a cell early: no, possible or certain."""
-    if total is None or limit_s is None or total.high_s <= limit_s:
+    if total_time is None or limit_s is None or total_time.high_s <= limit_s:
         return "no"
-    return "certain" if total.low_s > limit_s else "possible"
+    return "certain" if total_time.low_s > limit_s else "possible"
 
 
 def compute_cost_range(
@@ -411,7 +411,7 @@ def _find_cell_state(
     cell_record: Mapping[str, Any] | None,
     fit: DeviceFit | None,
     recorded_time: Span | None,
-    results: str,
+    results_folder: str,
 ) -> tuple[str, str]:
     """Return the state of a cell in the plan, and the reason for it."""
     if cell_record is not None:
@@ -422,7 +422,7 @@ def _find_cell_state(
         return "recorded", f"{cell_record['status']}: {cell_record['reason']}"
     if s.cell in checked.refusal_reasons_by_cell:
         return "unsupported", checked.refusal_reasons_by_cell[s.cell]
-    failed = record.read_failure_reason(s.cell.log_dir(results))
+    failed = record.read_failure_reason(s.cell.log_dir(results_folder))
     if failed is not None:
         return "failed", failed
     if fit is None:

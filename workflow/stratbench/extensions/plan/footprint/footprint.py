@@ -639,5 +639,5 @@ def _find_evaluation_peak(trace: OperatorTrace, first_event: int) -> MemoryPeak:
     )
 
 
-def drop_zero_bytes(parts: dict[str, int]) -> dict[str, int]:
-    return {k: v for k, v in parts.items() if v}
+def drop_zero_bytes(bytes_by_purpose: dict[str, int]) -> dict[str, int]:
+    return {k: v for k, v in bytes_by_purpose.items() if v}

@@ -143,13 +143,13 @@ class Answer:
             return self.question.tokens or USUAL_TOKENS
         return self.question.samples or USUAL_IMAGES
 
-    def compute_throughput(self, choice: StrategyAnswer) -> tuple[float, float, float]:
+    def compute_throughput(self, strategy_answer: StrategyAnswer) -> tuple[float, float, float]:
         """Return a choice's throughput in tokens or samples per second.
 
         The three values are the worst, the best, and the one to compare by.
         """
         each = self.data.shape[0] if self.data.is_text else 1
-        return tuple(each * rate for rate in choice.samples_per_s)
+        return tuple(each * rate for rate in strategy_answer.samples_per_s)
 
 
 def answer_model_question(
@@ -351,9 +351,9 @@ def predict_strategy_answer(
     )
 
 
-def _make_speed_sort_key(choice: StrategyAnswer) -> tuple[int, float]:
+def _make_speed_sort_key(strategy_answer: StrategyAnswer) -> tuple[int, float]:
     """Return a key that sorts the fastest strategy that fits first, unpredicted ones last."""
-    order = 2 if not choice.verdict else 0 if choice.verdict == FITS else 1
-    if choice.samples_per_s and order == 0:
-        return order, -choice.samples_per_s[2]
-    return order, choice.memory.allocated_bytes if choice.memory else 0.0
+    order = 2 if not strategy_answer.verdict else 0 if strategy_answer.verdict == FITS else 1
+    if strategy_answer.samples_per_s and order == 0:
+        return order, -strategy_answer.samples_per_s[2]
+    return order, strategy_answer.memory.allocated_bytes if strategy_answer.memory else 0.0

@@ -68,11 +68,11 @@ def _iter_check_result_lines(checked: StudyCheck) -> Iterator[str]:
 def _iter_network_lines(
     network: Network,
     check_result: CheckResult,
-    subjects: list[CellToPlan],
-    refused: Mapping[Cell, str],
-    unchecked: Mapping[Cell, str],
+    cells_to_plan: list[CellToPlan],
+    refusal_reasons: Mapping[Cell, str],
+    unchecked_reasons: Mapping[Cell, str],
 ) -> Iterator[str]:
-    datasets = ", ".join(sorted({s.cell.dataset for s in subjects}))
+    datasets = ", ".join(sorted({s.cell.dataset for s in cells_to_plan}))
     own = json.loads(network.own_task_json)
     task = f", {OwnTask(own['call'])}" if own else ""
     yield f"{network.model} on {datasets}{task}"
@@ -102,7 +102,7 @@ def _iter_network_lines(
     )
     yield f"   {normalises}; {'dropout' if check_result.has_dropout else 'no dropout'}"
     yield f"   shard groups, {check_result.wrap_rule}: {_describe_shard_groups(check_result)}"
-    trained = [s for s in subjects if s.cell not in refused]
+    trained = [s for s in cells_to_plan if s.cell not in refusal_reasons]
     if check_result.writes_buffers and trained:
         said = _format_strategies_by_note(trained, lambda strategy: strategy.buffers_note)
         yield f"   buffers that forward writes: {said}"
@@ -113,29 +113,31 @@ def _iter_network_lines(
         names = format_names(check_result.parameters_without_gradient)
         yield f"   without a gradient in some steps, {names}: {said}"
     yield from (f"   {remark}" for remark in check_result.remarks)
-    for strategy in dict.fromkeys(s.cell.strategy for s in subjects):
-        own = [s.cell for s in subjects if s.cell.strategy == strategy]
-        if next(s for s in subjects if s.cell.strategy == strategy).request.is_trained_by_command:
+    for strategy in dict.fromkeys(s.cell.strategy for s in cells_to_plan):
+        own = [s.cell for s in cells_to_plan if s.cell.strategy == strategy]
+        if next(
+            s for s in cells_to_plan if s.cell.strategy == strategy
+        ).request.is_trained_by_command:
             yield f"   {strategy}: is a command of yours, which is not tried before it trains"
             continue
-        if works := [c for c in own if c not in refused and c not in unchecked]:
+        if works := [c for c in own if c not in refusal_reasons and c not in unchecked_reasons]:
             yield f"   {strategy}: works with {_describe_worker_counts(works, own)}"
-        for reason in dict.fromkeys(unchecked[c] for c in own if c in unchecked):
-            of = [c for c in own if unchecked.get(c) == reason]
+        for reason in dict.fromkeys(unchecked_reasons[c] for c in own if c in unchecked_reasons):
+            of = [c for c in own if unchecked_reasons.get(c) == reason]
             reason = remove_cell_from_reason(reason)
             yield f"   {strategy}: not checked with {_describe_worker_counts(of, own)}: {reason}"
-        for reason in dict.fromkeys(refused[c] for c in own if c in refused):
-            of = [c for c in own if refused.get(c) == reason]
+        for reason in dict.fromkeys(refusal_reasons[c] for c in own if c in refusal_reasons):
+            of = [c for c in own if refusal_reasons.get(c) == reason]
             reason = remove_cell_from_reason(reason)
             yield f"   {strategy}: unsupported with {_describe_worker_counts(of, own)}: {reason}"
 
 
 def _format_strategies_by_note(
-    subjects: list[CellToPlan], get_note: Callable[[type[Strategy]], str]
+    cells_to_plan: list[CellToPlan], get_note: Callable[[type[Strategy]], str]
 ) -> str:
     """Return each note on strategies with the names of these strategies, as text."""
     names: dict[str, list[str]] = {}
-    for name, used in {s.cell.strategy: s.settings.strategy for s in subjects}.items():
+    for name, used in {s.cell.strategy: s.settings.strategy for s in cells_to_plan}.items():
         names.setdefault(get_note(get_strategy_class(used)), []).append(name)
     return "; ".join(f"{note} ({', '.join(those)})" for note, those in names.items())
 

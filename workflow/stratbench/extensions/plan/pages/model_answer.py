@@ -89,30 +89,36 @@ def _describe_fastest_fitting_strategy(answer: Answer) -> str:
     return f"{fits_with_speed} Training on {amount} takes {hours} h, {total_gpu_hours} GPU-hours{at_a_cost}."
 
 
-def _describe_strategy_answer(answer: Answer, choice: StrategyAnswer) -> str:
-    if not choice.verdict:
-        return f"{_format_strategy_name(choice)}: {choice.reason}"
+def _describe_strategy_answer(answer: Answer, strategy_answer: StrategyAnswer) -> str:
+    if not strategy_answer.verdict:
+        return f"{_format_strategy_name(strategy_answer)}: {strategy_answer.reason}"
     noun = answer.throughput_unit.removesuffix("s") if not answer.data.is_text else "text"
-    verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(choice.verdict, f"is {choice.verdict}")
-    samples = format_count(choice.micro_batch, noun)
-    fits_at_once = f"{_format_strategy_name(choice)} {verdict} with {samples} at once"
-    fits_with_memory = f"{fits_at_once}: {format_bytes(choice.memory.allocated_bytes)} per GPU."
-    if choice.verdict == DOES_NOT_FIT:
+    verdict = {FITS: FITS, DOES_NOT_FIT: DOES_NOT_FIT}.get(
+        strategy_answer.verdict, f"is {strategy_answer.verdict}"
+    )
+    samples = format_count(strategy_answer.micro_batch, noun)
+    fits_at_once = f"{_format_strategy_name(strategy_answer)} {verdict} with {samples} at once"
+    fits_with_memory = (
+        f"{fits_at_once}: {format_bytes(strategy_answer.memory.allocated_bytes)} per GPU."
+    )
+    if strategy_answer.verdict == DOES_NOT_FIT:
         return fits_with_memory
     gpu, precision, unit = answer.gpu.name, answer.precision, answer.throughput_unit
-    if choice.step_s is None:
+    if strategy_answer.step_s is None:
         return f"{fits_with_memory} Its time is unknown, since {gpu} has no rate for {precision}."
-    low, high, usual = answer.compute_throughput(choice)
-    from_public_runs = f", from {choice.time_source}" if choice.time_source else ""
-    batch = choice.global_batch
+    low, high, usual = answer.compute_throughput(strategy_answer)
+    from_public_runs = (
+        f", from {strategy_answer.time_source}" if strategy_answer.time_source else ""
+    )
+    batch = strategy_answer.global_batch
     return (
         f"{fits_at_once}, {batch} per step on all GPUs: {usual:,.0f} {unit} per second "
         f"({low:,.0f} to {high:,.0f}{from_public_runs})."
     )
 
 
-def _format_strategy_name(choice: StrategyAnswer) -> str:
-    return f"{choice.strategy}{' with checkpointing' if choice.uses_checkpointing else ''}"
+def _format_strategy_name(strategy_answer: StrategyAnswer) -> str:
+    return f"{strategy_answer.strategy}{' with checkpointing' if strategy_answer.uses_checkpointing else ''}"
 
 
 def _list_table_lines(answer: Answer) -> list[str]:
@@ -142,15 +148,24 @@ def _list_table_lines(answer: Answer) -> list[str]:
     return [f"{' ' * lines[0].index('alloc.')}GiB per GPU", *lines]
 
 
-def _make_strategy_table_row(answer: Answer, c: StrategyAnswer) -> list[str]:
-    memory = (c.memory.allocated_bytes, c.memory.reserved_bytes, c.memory.shown_bytes)
-    row = [c.strategy, "yes" if c.uses_checkpointing else "no", c.verdict, str(c.micro_batch)]
+def _make_strategy_table_row(answer: Answer, strategy_answer: StrategyAnswer) -> list[str]:
+    memory = (
+        strategy_answer.memory.allocated_bytes,
+        strategy_answer.memory.reserved_bytes,
+        strategy_answer.memory.shown_bytes,
+    )
+    row = [
+        strategy_answer.strategy,
+        "yes" if strategy_answer.uses_checkpointing else "no",
+        strategy_answer.verdict,
+        str(strategy_answer.micro_batch),
+    ]
     row += [format_bytes_in_unit(n, GIB) for n in memory]
-    if c.verdict == DOES_NOT_FIT or c.step_s is None:
+    if strategy_answer.verdict == DOES_NOT_FIT or strategy_answer.step_s is None:
         return [*row, "", "", ""]
-    low, high, usual = map(_format_throughput, answer.compute_throughput(c))
-    gpu_hours = _compute_gpu_hours(answer, c)
-    mark = "*" if c.time_source else ""
+    low, high, usual = map(_format_throughput, answer.compute_throughput(strategy_answer))
+    gpu_hours = _compute_gpu_hours(answer, strategy_answer)
+    mark = "*" if strategy_answer.time_source else ""
     return [
         *row,
         f"{usual} ({low}-{high}){mark}",
@@ -159,10 +174,10 @@ def _make_strategy_table_row(answer: Answer, c: StrategyAnswer) -> list[str]:
     ]
 
 
-def _compute_gpu_hours(answer: Answer, choice: StrategyAnswer) -> float:
+def _compute_gpu_hours(answer: Answer, strategy_answer: StrategyAnswer) -> float:
     return (
         answer.num_training_samples_or_tokens
-        / answer.compute_throughput(choice)[2]
+        / answer.compute_throughput(strategy_answer)[2]
         / 3600
         * answer.question.gpus
     )
