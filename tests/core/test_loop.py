@@ -109,9 +109,9 @@ def evaluated_by_all(
     calls: list[int],
 ) -> tuple[EvaluationResult, list[int]]:
     """What the sums of all workers give, in batches of `batch`; how often each called the model."""
-    monkeypatch.setattr(loop, "choose_eval_batch", lambda shape: batch)
+    monkeypatch.setattr(loop, "choose_evaluation_batch_size", lambda shape: batch)
     told, rounds = [], []
-    monkeypatch.setattr(loop, "compute_evaluation", told.append)
+    monkeypatch.setattr(loop, "compute_test_loss_and_score", told.append)
     monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
     for rank in range(mesh.workers):
         calls.clear()
@@ -205,10 +205,10 @@ def test_nothing_stands_between_the_barrier_and_the_clock(data, tmp_path, monkey
     strategy = Noted(Noted.Options())
     strategy.setup(network(), worker)
     for owner, name, label in (
-        (data, "draw_epoch_tables", "tables"), (loop.gc, "collect", "garbage"),
+        (data, "draw_order_and_augmentation", "tables"), (loop.gc, "collect", "garbage"),
         (PhaseLog, "write_phase_event", "log"),
         (loop.EpochProgress, "append_epoch", "progress"), (dist, "barrier", "barrier"),
-        (StepClock, "begin_epoch", "begin"), (StepClock, "end", "end"),
+        (StepClock, "begin_epoch", "begin"), (StepClock, "end_epoch", "end"),
     ):  # fmt: skip
         note(owner, name, label)
     train(strategy, worker, data, tmp_path)

@@ -55,7 +55,7 @@ def oklab(rgb: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("theme", THEMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_colours_stand_out_from_the_paper(family, theme):
-    full, quiet = getattr(FAMILIES[family], f"{theme}_theme_colours")
+    full, quiet = getattr(FAMILIES[family], f"full_and_quiet_{theme}_colours")
     assert contrast(full, THEMES[theme]) >= 4.5
     assert contrast(quiet, THEMES[theme]) >= 3.0
 
@@ -64,7 +64,7 @@ def test_colours_stand_out_from_the_paper(family, theme):
 @pytest.mark.parametrize("eyes", EYES)
 def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
     seen = {
-        f: oklab(EYES[eyes] @ linear(getattr(hue, f"{theme}_theme_colours")[0]))
+        f: oklab(EYES[eyes] @ linear(getattr(hue, f"full_and_quiet_{theme}_colours")[0]))
         for f, hue in FAMILIES.items()
     }
     nearest = min(float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2))

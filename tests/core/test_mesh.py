@@ -19,7 +19,7 @@ MESHES = [Mesh(r, t, s) for r in (1, 2, 3) for t in (1, 2, 4) for s in (1, 2, 3)
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_rank_has_a_place_of_its_own(mesh):
-    places = [mesh.place(rank) for rank in range(mesh.workers)]
+    places = [mesh.get_coordinate(rank) for rank in range(mesh.workers)]
     assert len(set(places)) == mesh.workers
     assert [mesh.get_rank(place) for place in places] == list(range(mesh.workers))
     assert {p.replica for p in places} == set(range(mesh.replicas))
@@ -31,7 +31,7 @@ def test_the_workers_that_divide_a_layer_are_neighbours(mesh):
     """So that a node holds all of them wherever it can."""
     by_layer: dict[tuple[int, int], list[int]] = {}
     for rank in range(mesh.workers):
-        place = mesh.place(rank)
+        place = mesh.get_coordinate(rank)
         by_layer.setdefault((place.replica, place.stage), []).append(rank)
     for ranks in by_layer.values():
         assert ranks == list(range(ranks[0], ranks[0] + mesh.tensor))
@@ -40,7 +40,7 @@ def test_the_workers_that_divide_a_layer_are_neighbours(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_worker_of_each_replica_counts_and_has_the_loss(mesh):
-    speakers = [mesh.place(rank) for rank in range(mesh.workers) if mesh.reports_for_replica(rank)]
+    speakers = [mesh.get_coordinate(rank) for rank in range(mesh.workers) if mesh.reports_for_replica(rank)]
     assert [p.replica for p in speakers] == list(range(mesh.replicas))
     assert {p.stage for p in speakers} == {mesh.stages - 1}
 
@@ -60,7 +60,7 @@ def test_only_who_computes_the_same_draws_the_same(mesh):
             [],
             mesh=mesh,
         )
-        place = mesh.place(rank)
+        place = mesh.get_coordinate(rank)
         by_draws.setdefault(worker.random_stream_index, set()).add((place.replica, place.stage))
     assert len(by_draws) == mesh.replicas * mesh.stages
     assert all(len(places) == 1 for places in by_draws.values())
@@ -81,7 +81,7 @@ def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
         )
         share = torch.stack(list(strategy.batches(order, 0)))
         assert share.shape == (2, 12 // mesh.replicas)
-        taken.setdefault(mesh.place(rank).replica, set()).add(tuple(share.flatten().tolist()))
+        taken.setdefault(mesh.get_coordinate(rank).replica, set()).add(tuple(share.flatten().tolist()))
     assert all(len(shares) == 1 for shares in taken.values())
     seen = [i for (share,) in taken.values() for i in share]
     assert sorted(seen) == sorted(order[:24].tolist())

@@ -101,7 +101,7 @@ def test_a_card_that_nothing_fits_is_told_in_words_in_every_row(tmp_path, draw):
     cells = fixture.expand(strategies=("ddp", "fsdp"), models=("vgg16",))
     statuses = {(s, "vgg16", n): "oom" for s in ("ddp", "fsdp") for n in (1, 2, 4)}
     data, _ = analysed(tmp_path, cells, statuses)
-    assert data.choice is None
+    assert data.chosen_strategy_and_gpus is None
     found = draw(data, "training_time")
     assert found.texts.count("OOM on 1, 2, 4") == 2
     assert not any(text.endswith(" s") for text in found.texts)  # no axis without data
@@ -119,7 +119,7 @@ def test_model_states_are_marked_only_where_the_peak_holds_them(tmp_path, draw, 
 @pytest.mark.slow
 def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, draw):
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
-    chosen = data.choice[0]
+    chosen = data.chosen_strategy_and_gpus[0]
     families = {
         s: marks.FAMILIES[data.marks[s].family].full_and_quiet_light_colours
         for s in data.strategies
@@ -188,7 +188,10 @@ def test_figures_of_rows_show_the_numbers_of_the_table(tmp_path, draw, name):
         states = data.select_summary_rows("model_states")["value"].dropna()
         assert sorted(parts) == pytest.approx(sorted(set(states)))
     assert set(data.strategies) & set(table["strategy"]) <= set(found.texts)
-    chosen = table[(table["strategy"] == data.choice[0]) & (table["gpus"] == data.choice[1])]
+    chosen = table[
+        (table["strategy"] == data.chosen_strategy_and_gpus[0])
+        & (table["gpus"] == data.chosen_strategy_and_gpus[1])
+    ]
     best = measured.format_number(chosen["value"].iloc[0], None)
     assert any(text.startswith(f"{best} ") for text in found.texts)
 
@@ -220,7 +223,7 @@ def test_figures_of_two_measures_show_the_numbers_of_the_table(tmp_path, draw):
         for n in ("training_time", "score")
     ]
     known = pd.concat(both, axis=1).dropna().to_numpy(dtype=float)
-    expected = {(round(t, 6), round(round(v, data.score.decimals), 6)) for t, v in known}
+    expected = {(round(t, 6), round(round(v, data.score.shown_decimals), 6)) for t, v in known}
     assert expected <= points_of(draw(data, "tradeoff").axes)
     cells = data.cells[data.cells["gpus"] == data.shown_worker_count].dropna(
         subset=["breakdown_ms"]
@@ -281,7 +284,7 @@ def test_a_name_lies_over_no_number_of_an_axis(tmp_path):
     columns = ["training_time", "score", "unbeaten"]
     points = pd.DataFrame.from_dict(times, orient="index", columns=columns)
     with plt.rc_context(sheet.RC):
-        figure = draw_tradeoff(replace(data, choice=("ddp", 2)), points, {})
+        figure = draw_tradeoff(replace(data, chosen_strategy_and_gpus=("ddp", 2)), points, {})
         figure.draw_without_rendering()
         axes = figure.axes[0]
         numbers = [t for t in (*axes.get_xticklabels(), *axes.get_yticklabels()) if t.get_text()]

@@ -96,8 +96,8 @@ def test_values_to_learn_stay_floats_and_come_as_the_weights_do(tmp_path, monkey
 
     y = np.linspace(-1, 1, int(np.prod(shape)), dtype=np.float32).reshape(shape)
     given = images(train_y=y, test_y=y)
-    monkeypatch.setattr(own_data.OwnData, "_call_function", lambda _self: given)
-    monkeypatch.setattr(own_data.OwnData, "compute_identity", lambda *_: {"kind": "call"})
+    monkeypatch.setattr(own_data.OwnData, "_call_user_function", lambda _self: given)
+    monkeypatch.setattr(own_data.OwnData, "compute_data_set_identity", lambda *_: {"kind": "call"})
     meta, arrays = prepared_from(tmp_path, {"call": "my_data.values"})
     each = 3 if len(shape) == 2 else 1
     assert (meta["values"], meta["classes"]) == (True, each)

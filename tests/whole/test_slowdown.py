@@ -131,7 +131,7 @@ def test_no_garbage_is_left_for_a_served_workers_clock(tmp_path, tiny_data, monk
     """Orders are drawn and garbage is collected before the first ticket is timed."""
     did: list[str] = []
     for owner, name in (
-        (DeviceData, "draw_epoch_tables"),
+        (DeviceData, "draw_order_and_augmentation"),
         (loop.gc, "freeze"),
         (loop.StepClock, "begin_epoch"),
     ):
@@ -145,7 +145,7 @@ def test_no_garbage_is_left_for_a_served_workers_clock(tmp_path, tiny_data, monk
     s = settings("ps-async", gpus=1, per_worker_batch=16)
     train(s, network(nn.Identity(), 8), DeviceData.load_prepared_data_set(tiny_data), tmp_path)
     assert did[: did.index("begin_epoch") + 1][-3:] == [
-        "draw_epoch_tables",
+        "draw_order_and_augmentation",
         "freeze",
         "begin_epoch",
     ]

@@ -273,12 +273,12 @@ def nothing_frozen() -> contextlib.AbstractContextManager:
 
 def attributes_left() -> contextlib.AbstractContextManager:
     """Plain attributes are not brought back after the warm-up."""
-    return mock.patch.object(Attributes, "put_back")
+    return mock.patch.object(Attributes, "restore_plain_attributes")
 
 
 def trial_left() -> contextlib.AbstractContextManager:
     """The trial leaves what its forwards have changed."""
-    return mock.patch.object(Changes, "put_back")
+    return mock.patch.object(Changes, "restore_model")
 
 
 #: name -> what makes the mistake, until the block ends
