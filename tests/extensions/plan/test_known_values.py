@@ -176,7 +176,7 @@ def test_stages_with_masks_are_measured(code):
 def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypatch, most, said):
     followed = []
     monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", most)
-    monkeypatch.setattr(check, "make_footprint_by_few_parts", lambda *asked: followed.append(asked))
+    monkeypatch.setattr(check, "make_footprint_from_few_parts", lambda *asked: followed.append(asked))
     checked = checked_of(code, ["Reads"], STRATEGIES)
     assert not followed
     assert not checked.refusal_reasons_by_cell

@@ -13,8 +13,8 @@ from stratbench.extensions.plan.footprint import fake, few_parts
 from stratbench.extensions.plan.footprint.drawn_out import TraceMismatchError
 from stratbench.extensions.plan.footprint.few_parts import (
     extrapolate_collective_entries,
-    sum_weighted_footprints,
     make_footprint_from_few_parts,
+    sum_weighted_footprints,
 )
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, make_footprint
 from stratbench.extensions.plan.footprint.request import Request

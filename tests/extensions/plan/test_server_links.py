@@ -55,7 +55,7 @@ def test_the_busiest_link_carries_what_its_formula_says(tmp_path, server_placeme
     for nodes in (1, 2, 4):
         job = SimpleNamespace(
             n_nodes=nodes,
-            compute_node=lambda rank, n=nodes: rank * n // 4,
+            get_node_of_rank=lambda rank, n=nodes: rank * n // 4,
             world_size=4,
             settings=s,
         )
