@@ -97,7 +97,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
             nodes.append(at)
             done += 1
         step = course.add_blocks(np.stack(new, -1), judged * len(new), np.stack(nodes, -1))
-        for name in ("leader", "fastest", "at_most", "blocks", "sets"):
+        for name in ("leader", "is_leader_fastest", "at_most", "blocks", "sets"):
             value = getattr(step.look, name)
             result[name] = np.where(step.ended, value, result.get(name, np.zeros_like(value)))
     count = np.maximum(ran.sum(-1, keepdims=True), 1)
@@ -107,7 +107,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
         "wrong": 100 * wrong(np.where(named, here, mu), result).mean(),
         "of_all": 100 * wrong(mu, result).mean(),
         "within": 100 * (result["at_most"] <= math.log1p(MARGIN) + 1e-9).mean(),
-        "fastest": 100 * result["fastest"].mean(),
+        "fastest": 100 * result["is_leader_fastest"].mean(),
         "blocks": float(result["blocks"].mean()),
     }
 
@@ -119,7 +119,7 @@ def wrong(mu: np.ndarray, said: Mapping[str, np.ndarray]) -> np.ndarray:
     tied = (mu <= best[..., None] + 1e-12).sum(-1) > 1
     within = said["at_most"] <= math.log1p(MARGIN) + 1e-9
     return (
-        (said["fastest"] & ((gap > 1e-12) | tied))
+        (said["is_leader_fastest"] & ((gap > 1e-12) | tied))
         | (within & (gap > math.log1p(MARGIN) + 1e-9))
         | (gap > said["at_most"] + 1e-9)
     )
@@ -190,7 +190,7 @@ class World:
             comparison_key=self.place, dataset="d", strategies=strategies,
             uses_servers=tuple(a not in self.equal for a in strategies),
             equals_ddp=tuple(a in self.equal for a in strategies), arithmetic_key=("e", "m"),
-            full_steps=self.full_steps,
+            full_run_steps=self.full_steps,
         )  # fmt: skip
         return PairedEvidence(study="s", seed=self.seed, comparisons=(comparison,))
 
@@ -248,8 +248,8 @@ class World:
         """The comparison's entry of verdict.json at the end of all rounds, and the number of full runs."""
         evidence = self.evidence()
         while not (found := find_next_round(evidence)).is_verdict_done:
-            blocks = {(self.place, entry["block"]): self.block(entry) for entry in found.blocks}
-            runs = {cell: self.full_run(cell) for cell in found.full_runs}
+            blocks = {(self.place, entry["block"]): self.block(entry) for entry in found.block_entries}
+            runs = {cell: self.full_run(cell) for cell in found.cells_to_train_in_full}
             evidence = replace(
                 evidence,
                 blocks={**evidence.blocks, **blocks},

@@ -274,7 +274,7 @@ def run(
         holds = ~look.rivals | ((look.low <= gaps) & (gaps <= look.high))
         said = step.dropped | step.ended[..., None]
         covered &= (holds | ~said | ~np.isfinite(look.low)).all(-1)
-        for name in ("leader", "fastest", "at_most"):
+        for name in ("leader", "is_leader_fastest", "at_most"):
             value = getattr(look, name)
             result[name] = np.where(step.ended, value, result.get(name, np.zeros_like(value)))
         wanted = course.leaders_without_score
@@ -295,7 +295,7 @@ def run(
     )
     return Outcome(
         leader=result["leader"],
-        fastest=result["fastest"],
+        fastest=result["is_leader_fastest"],
         within=within,
         at_most=result["at_most"],
         covered=covered,
@@ -345,7 +345,7 @@ def intervals_of_a_leader_known_before():
 
 
 def values_of_segments(logs: np.ndarray) -> np.ndarray:
-    """`block_rules.compute_block_log_step_time` of many strategies; NaN for a third segment that did not run."""
+    """`block_rules.compute_block_log_step_time` of many strategies; NaN for a third segment without a run."""
     two = logs[..., :2].mean(-1)
     return np.where(np.isnan(logs[..., 2]), two, np.median(logs, axis=-1))
 

@@ -130,9 +130,9 @@ def test_a_run_has_its_settings_results_and_epochs(study):
     assert any(name.startswith("options.") for name in run.parameters_by_name)
     assert run.metrics_by_name["train_time_s"] == study.cells["train_time_s"].iloc[0]
     assert not run.metrics_by_name.keys() & {"gpus", "repeat", "epochs"}
-    assert [epoch.number for epoch in run.epochs] == list(range(1, fixture.EPOCHS + 1))
+    assert [epoch.epoch_number for epoch in run.epochs] == list(range(1, fixture.EPOCHS + 1))
     assert run.finished_unix_s > run.started_unix_s > 0
-    assert {run.tags["status"] for run in runs} == {"ok", "oom", "diverged"}
+    assert {run.tags_by_name["status"] for run in runs} == {"ok", "oom", "diverged"}
 
 
 def test_parquet_is_typed_and_says_what_its_columns_mean(study, tmp_path):
@@ -178,7 +178,7 @@ def test_tensorboard_reads_epochs_results_and_settings(study, tmp_path):
     assert len(list(folder.rglob("events.*"))) == len(study.records)
     read = EventAccumulator(str(folder / run.cell.path)).Reload()
     losses = read.Scalars("epoch/train_loss")
-    assert [event.step for event in losses] == [epoch.number for epoch in run.epochs]
+    assert [event.step for event in losses] == [epoch.epoch_number for epoch in run.epochs]
     assert losses[0].value == pytest.approx(run.epochs[0].metrics_by_name["train_loss"])
     assert losses[1].wall_time == pytest.approx(run.started_unix_s + run.epochs[1].end_train_time_s)
     assert read.Scalars("cell/train_time_s")[0].value == pytest.approx(
@@ -205,7 +205,7 @@ def test_mlflow_opens_the_store_without_a_server(study, tmp_path):
     ours = {run.cell.path: run for run in iter_exported_runs(study)}
     assert runs.keys() == ours.keys()
     for path, run in ours.items():
-        assert runs[path].data.tags["stratbench.status"] == run.tags["status"]
+        assert runs[path].data.tags["stratbench.status"] == run.tags_by_name["status"]
         assert runs[path].info.status == ("FINISHED" if run.has_ok_status else "FAILED")
         assert run.metrics_by_name.items() <= runs[path].data.metrics.items()
     path, run = next(iter(ours.items()))
@@ -213,7 +213,7 @@ def test_mlflow_opens_the_store_without_a_server(study, tmp_path):
     assert runs[path].info.start_time == int(1000 * run.started_unix_s)
     history = client.get_metric_history(runs[path].info.run_id, "epoch/train_loss")
     assert sorted((m.step, m.value) for m in history) == [
-        (epoch.number, epoch.metrics_by_name["train_loss"]) for epoch in run.epochs
+        (epoch.epoch_number, epoch.metrics_by_name["train_loss"]) for epoch in run.epochs
     ]
     nothing_of_this_machine(tmp_path / "mlflow")
 

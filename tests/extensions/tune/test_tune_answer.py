@@ -57,7 +57,7 @@ MEASURED_ONES = (
 
 def test_an_effect_is_of_pairs_that_differ_in_one_choice():
     effects = {
-        (e.choice, e.compared_with): e for e in estimate_choice_effects(MEASURED_ONES, "ddp")
+        (e.choice, e.compared_strategy): e for e in estimate_choice_effects(MEASURED_ONES, "ddp")
     }
     assert set(effects) == {
         ("activation_checkpointing true", ""),
@@ -68,12 +68,12 @@ def test_an_effect_is_of_pairs_that_differ_in_one_choice():
     }
     checkpointing = effects["activation_checkpointing true", ""]
     assert (checkpointing.num_pairs, checkpointing.num_blocks) == (2, 5)
-    ratio = checkpointing.ratio
+    ratio = checkpointing.time_ratio
     assert ratio.value == pytest.approx(math.sqrt(1.3 * 1.4 / 1.1), rel=0.01)
     assert 1 < ratio.high / ratio.low < 1.05
     assert effects["fsdp", "ddp"].num_pairs == 2
     alone = effects["gradient_accumulation_steps 2", ""]
-    assert (alone.num_blocks, alone.ratio.low) == (1, None)
+    assert (alone.num_blocks, alone.time_ratio.low) == (1, None)
     assert "one block gives no interval" in answers.describe_effect(alone)
 
 
@@ -157,11 +157,11 @@ def rich_answer() -> tuple[TuneAnswer, list[FilterResult]]:
         {
             "strategy": m.name,
             "state": "leader" if i == 4 else "slower",
-            "ratio": m.step_s / 0.95,
-            "low": m.step_s / 0.96,
-            "high": m.step_s / 0.94,
+            "ratio": m.mean_step_s / 0.95,
+            "low": m.mean_step_s / 0.96,
+            "high": m.mean_step_s / 0.94,
             "against": "fsdp_reshard-never",
-            "text": f"{m.step_s / 0.95:.3f}",
+            "text": f"{m.mean_step_s / 0.95:.3f}",
             "reason": "out of memory" if i == 6 else "",
             "words": "slower",
         }

@@ -81,7 +81,7 @@ class Files:
         result = {
             "schema_version": 1, "study": "demo", "dataset": "digits", **place,
             "seed": entry["seed"], "order": entry["strategies"],
-            "settings": {"steps": block.steps, "discard": 15, "disagreement": None},
+            "settings": {"steps": block.timed_steps_per_segment, "discard": 15, "disagreement": None},
             "segments": [segment.as_dict() for segment in block.segments],
             "hosts": list(block.hosts), "device": "cuda" if self.device == "cuda" else "cpu",
             "allocation": None, "started": "", "ended": "", "gpu_seconds": block.gpu_seconds,

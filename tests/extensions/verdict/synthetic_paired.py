@@ -48,7 +48,7 @@ class World:
                 uses_servers=tuple(a.startswith("ps") for a in strategies),
                 equals_ddp=equal,
                 arithmetic_key=("e", "m"),
-                full_steps=self.full_steps,
+                full_run_steps=self.full_steps,
             )
             for place in self.places
         )
@@ -77,10 +77,10 @@ class World:
         return PairedBlock(
             comparison_key=place,
             block_number=entry["block"],
-            steps=entry["settings"]["steps"] or 60,
+            timed_steps_per_segment=entry["settings"]["steps"] or 60,
             segments=tuple(segments),
             hosts=(self.hosts[entry["block"] % len(self.hosts)],),
-            device="cuda",
+            device_kind="cuda",
             gpu_seconds=place.gpus * 5.0 * len(segments),
         )
 
@@ -90,9 +90,9 @@ class World:
         time_s = self.full_steps * self.step_s(cell.strategy, cell.gpus) * self.sustained
         score = 98.0 if cell.strategy in self.equal else self.scores[cell.strategy]
         return FullRun(
-            status="ok", reason=None, score=score + rng.normal(0, 0.05), better_score_direction="higher",
-            tolerance=1.0, score_name="accuracy", gpu_seconds=cell.gpus * (time_s + 10),
-            train_time_s=time_s, steps=self.full_steps,
+            status="ok", failure_reason=None, score=score + rng.normal(0, 0.05),
+            better_score_direction="higher", score_tolerance=1.0, score_name="accuracy",
+            gpu_seconds=cell.gpus * (time_s + 10), train_time_s=time_s, trained_steps=self.full_steps,
         )  # fmt: skip
 
     def follow(
@@ -104,11 +104,11 @@ class World:
         """The evidence after a round, of which only what `keep` lets through was finished."""
         blocks = dict(evidence.blocks)
         runs = dict(evidence.full_runs)
-        for entry in found.blocks:
+        for entry in found.block_entries:
             block = self.block(entry, evidence.seed)
             if keep((block.comparison_key, block.block_number)):
                 blocks[block.comparison_key, block.block_number] = block
-        runs |= {cell: self.full_run(cell) for cell in found.full_runs if keep(cell)}
+        runs |= {cell: self.full_run(cell) for cell in found.cells_to_train_in_full if keep(cell)}
         return replace(evidence, blocks=blocks, full_runs=runs)
 
     def to_the_end(

@@ -93,8 +93,9 @@ def test_a_decision_is_no_surer_than_the_verdict_on_its_blocks(told, confidence)
     findings = read_audit_findings(told.root / "audit.csv")
     paired = collect_paired_results(read_verdict(make_verdict(told)))
     for group, found in paired.items():
-        claim = found.claim and confidence and (found.claim[0], confidence)
-        paired[group] = replace(found, claim=claim)
+        claim = found.conclusion_and_confidence
+        claim = claim and confidence and (claim[0], confidence)
+        paired[group] = replace(found, conclusion_and_confidence=claim)
     (found,) = decide.make_decisions(
         cells, findings, decide.Constraints(), [BlocksEvidence(paired)]
     )

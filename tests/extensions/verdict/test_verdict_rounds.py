@@ -45,7 +45,7 @@ def told(evidence) -> dict:
 def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why():
     evidence, rounds = FIVE.to_the_end()
     verdict = told(evidence)
-    assert rounds[-1].reason == "everything is decided"
+    assert rounds[-1].end_reason == "everything is decided"
     for comparison in verdict["comparisons"]:
         assert (comparison["claim"], comparison["leader"], comparison["confidence"]) == (
             "within",
@@ -65,11 +65,11 @@ def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why(
 
 def test_only_the_fastest_unknown_strategy_is_trained_and_equal_arithmetic_shares_one_run():
     evidence, rounds = FIVE.to_the_end()
-    trained = [(c.strategy, c.gpus) for r in rounds for c in r.full_runs if c.repeat == 0]
+    trained = [(c.strategy, c.gpus) for r in rounds for c in r.cells_to_train_in_full if c.repeat == 0]
     assert trained.count(("ddp", 1)) == 1  # for all comparisons, at the fewest workers
     assert ("ddp", 2) not in trained
     assert {name for name, _ in trained} == {"ddp", "odd", "ps-async"}
-    extra = {c.strategy for r in rounds for c in r.full_runs if c.repeat > 0}
+    extra = {c.strategy for r in rounds for c in r.cells_to_train_in_full if c.repeat > 0}
     assert extra <= {"ps-async"}  # more seeds for the leader alone
     assert all(c.repeat <= 2 for c in evidence.full_runs)
 
@@ -92,7 +92,7 @@ def test_a_study_killed_again_and_again_comes_to_the_same_verdict(seed):
     evidence, asked = FIVE.evidence(), {}
     for _ in range(100):
         found = find_next_round(evidence)
-        for entry in found.blocks:
+        for entry in found.block_entries:
             where = (entry["experiment"], entry["gpus"], entry["block"])
             assert asked.setdefault(where, entry["strategies"]) == entry["strategies"]
         if found.is_verdict_done:
@@ -109,8 +109,8 @@ def test_a_round_is_judged_by_its_own_evidence_alone():
     early = replace(early, blocks=first.blocks | {
         key: block for key, block in evidence.blocks.items() if key[1] == 3
     })  # fmt: skip
-    assert [b["strategies"] for b in find_next_round(early).blocks] == [
-        b["strategies"] for b in find_next_round(first).blocks
+    assert [b["strategies"] for b in find_next_round(early).block_entries] == [
+        b["strategies"] for b in find_next_round(first).block_entries
     ]
 
 
@@ -144,12 +144,12 @@ def test_a_budget_ends_the_race_and_the_last_look_stands():
     """No claim without three blocks, and none that the intervals do not allow."""
     near = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=0.05)
     evidence, rounds = near.to_the_end()
-    assert rounds[-1].reason == "the verdict has ended: it has the largest number of blocks, 10"
+    assert rounds[-1].end_reason == "the verdict has ended: it has the largest number of blocks, 10"
     assert {b["claim"] for b in told(evidence)["comparisons"]} == {"at most"}
     most = rounds[-1].spent_gpu_hours / 2
     poor, rounds = near.to_the_end(near.evidence(budget_gpu_hours=most))
     assert rounds[-1].spent_gpu_hours <= most
-    assert "exceed the budget" in rounds[-1].reason
+    assert "exceed the budget" in rounds[-1].end_reason
     verdict = told(poor)
     assert {b["claim"] for b in verdict["comparisons"]} <= {"at most", "none"}
     assert any(b["open"] for b in verdict["comparisons"])
@@ -197,7 +197,7 @@ def test_a_comparison_in_which_nothing_fits_ends():
 def test_a_comparison_with_one_strategy_left_ends_at_once():
     evidence, rounds = replace(FIVE, oom=["fsdp", "ps-async", "ps-slow", "big", "odd"]).to_the_end()
     assert {b["claim"] for b in told(evidence)["comparisons"]} == {"only"}
-    assert max(block["block"] for r in rounds for block in r.blocks) == 1
+    assert max(block["block"] for r in rounds for block in r.block_entries) == 1
 
 
 class Unlucky(World):
@@ -224,7 +224,7 @@ def test_what_was_dropped_for_being_slower_than_a_leader_that_is_out_comes_back(
         steps_s=near, scores={"ps-lucky": 98.0}, equal=("ddp", "fsdp", "zero1"), places=[ONE]
     )
     evidence, rounds = world.to_the_end()
-    seen = [set(block["strategies"]) for found in rounds for block in found.blocks]
+    seen = [set(block["strategies"]) for found in rounds for block in found.block_entries]
     assert not {"ddp", "fsdp", "zero1"} <= seen[-2]
     assert {"ddp", "fsdp", "zero1"} == seen[-1]
     (comparison,) = told(evidence)["comparisons"]
@@ -259,7 +259,7 @@ def test_who_was_faster_but_is_out_is_not_counted_among_the_slower():
 def test_a_noisy_first_block_drops_nobody():
     """Two that are the same, in a block in which two segments of one strategy differ by a third."""
     world = World(steps_s=dict.fromkeys("abcd", 0.1), scores={}, equal="abcd", places=[ONE])
-    entry = find_next_round(world.evidence()).blocks[0]
+    entry = find_next_round(world.evidence()).block_entries[0]
     block = world.block(entry)
     factor = {"a": 0.75, "b": 1.3, "c": 1.0, "d": 0.9}
 
@@ -272,20 +272,20 @@ def test_a_noisy_first_block_drops_nobody():
         return replace(world.evidence(), blocks=blocks)
 
     sign = {"burn-in": 0, "first": 0.5, "mirror": -0.5}
-    assert "b" in find_next_round(noisy(0.3)).blocks[0]["strategies"]
-    assert "b" not in find_next_round(noisy(0.01)).blocks[0]["strategies"]
+    assert "b" in find_next_round(noisy(0.3)).block_entries[0]["strategies"]
+    assert "b" not in find_next_round(noisy(0.01)).block_entries[0]["strategies"]
 
 
 def test_a_block_depends_on_rounds_that_are_complete_alone():
     """Of the blocks 7 and 8 of one round the first is there: the second is asked for as before."""
     near = World(steps_s={"ddp": 0.1, "fsdp": 0.1}, scores={}, noise=0.05, places=[ONE])
     evidence = near.evidence()
-    while len((found := find_next_round(evidence)).blocks) < 2:
+    while len((found := find_next_round(evidence)).block_entries) < 2:
         evidence = near.follow(evidence, found)
-    seven, eight = found.blocks
+    seven, eight = found.block_entries
     assert (seven["block"], eight["block"]) == (7, 8)
     half = near.follow(evidence, found, keep=lambda what: what == (ONE, 7))
-    assert find_next_round(half).blocks == (eight,)
+    assert find_next_round(half).block_entries == (eight,)
 
 
 def test_a_leader_that_nobody_has_trained_in_full_is_trained_at_last():
@@ -312,10 +312,10 @@ def test_a_leader_that_nobody_has_trained_in_full_is_trained_at_last():
     scores = dict.fromkeys(strategies, 98.0)
     world = Diverging(steps_s=strategies, scores=scores, equal=(), places=[ONE], noise=0.0001)
     _, rounds = world.to_the_end(world.evidence(margin=1e-9))
-    asked = [(cell.strategy, cell.repeat) for found in rounds for cell in found.full_runs]
+    asked = [(cell.strategy, cell.repeat) for found in rounds for cell in found.cells_to_train_in_full]
     assert asked[:2] == [("ps-a", 0), ("ps-a", 1)]
     assert [repeat for _, repeat in asked[2:]] == [0, 1]
-    assert rounds[-1].blocks == ()
+    assert rounds[-1].block_entries == ()
 
 
 def test_an_strategy_that_fails_in_a_later_block_is_out_with_its_reason():
@@ -338,15 +338,15 @@ def test_a_strategy_that_is_added_to_a_study_is_raced():
     world = replace(FIVE, steps_s=whole, scores={**FIVE.scores, "new": 98.0})
     evidence = replace(world.evidence(), blocks=before.blocks, full_runs=before.full_runs)
     first = find_next_round(evidence)
-    assert [(b["block"], "new" in b["strategies"]) for b in first.blocks] == [(1, True), (1, True)]
+    assert [(b["block"], "new" in b["strategies"]) for b in first.block_entries] == [(1, True), (1, True)]
     evidence, _ = world.to_the_end(evidence)
     assert {b["leader"] for b in told(evidence)["comparisons"]} == {"new"}
 
 
 def test_third_segments_are_asked_for_by_the_study_so_far():
     _, rounds = FIVE.to_the_end()
-    assert rounds[0].blocks[0]["settings"] == {"steps": None, "discard": None, "disagreement": None}
-    later = rounds[1].blocks[0]["settings"]
+    assert rounds[0].block_entries[0]["settings"] == {"steps": None, "discard": None, "disagreement": None}
+    later = rounds[1].block_entries[0]["settings"]
     assert later["steps"] == 60
     assert later["discard"] == count_discarded_steps(60) == 15
     assert later["disagreement"] == pytest.approx(0.03, abs=0.02)

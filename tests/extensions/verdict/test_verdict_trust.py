@@ -201,7 +201,7 @@ class OnTwoDevices(World):
 
     def block(self, entry, study_seed=0):
         block = super().block(entry, study_seed)
-        return replace(block, device="cpu" if entry["block"] % 2 else "cuda")
+        return replace(block, device_kind="cpu" if entry["block"] % 2 else "cuda")
 
 
 class OnTwoGpus(World):

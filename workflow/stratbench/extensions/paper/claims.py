@@ -59,7 +59,9 @@ def judge_claim_values(values: Sequence[ClaimValue], lowest: float, highest: flo
         return UNKNOWN
     # The claims in the text are rounded: 1.999 does not contradict "at least 2", nor 30.4 "30".
     rounding = 0.5 if lowest == highest else 0.005
-    ends = [(v.value, v.value) if v.low is None else (v.low, v.high) for v in values]
+    ends = [
+        (v.value, v.value) if v.range_low is None else (v.range_low, v.range_high) for v in values
+    ]
     if any(end < lowest - rounding or start > highest + rounding for start, end in ends):
         return FAILS
     is_inside = all(start >= lowest - rounding and end <= highest + rounding for start, end in ends)
@@ -71,17 +73,13 @@ def describe_claim_values(values: Sequence[ClaimValue]) -> str:
     if not values:
         return ""
     least, most = (pick(values, key=lambda v: v.value) for pick in (min, max))
-    if len(values) == 1:
-        return f"{describe_claim_value(least)} ({least.label})"
-    return (
-        f"{describe_claim_value(least)} ({least.label}) to {describe_claim_value(most)} ({most.label}), "
-        f"{len(values)} values"
-    )
+    lowest, highest = (f"{describe_claim_value(v)} ({v.cells_label})" for v in (least, most))
+    return lowest if len(values) == 1 else f"{lowest} to {highest}, {len(values)} values"
 
 
 def describe_values_from_one_repeat(values: Sequence[ClaimValue]) -> str:
     """Return a remark if values come from a single repeat, else an empty text."""
-    single = sum(value.low is None and value.range_kind != "exact" for value in values)
+    single = sum(value.range_low is None and value.range_kind != "exact" for value in values)
     which = "" if len(values) == 1 else "all " if single == len(values) else f"{single} "
     return f"; {which}from one repeat, so that it may be chance" if single else ""
 
@@ -94,17 +92,17 @@ def describe_claim_value(value: ClaimValue) -> str:
     """
     match value.range_kind:
         case "bound":
-            return f"{'at most' if np.isfinite(value.high) else 'at least'} {value.value:.2f}"
-        case "range" if value.low is not None:
-            return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"
-    return IntervalEstimate(value.value, value.low, value.high).format_value_and_interval(
-        "{:.2f}".format
-    )
+            return f"{'at most' if np.isfinite(value.range_high) else 'at least'} {value.value:.2f}"
+        case "range" if value.range_low is not None:
+            return f"{value.value:.2f} ({value.range_low:.2f} to {value.range_high:.2f})"
+    return IntervalEstimate(
+        value.value, value.range_low, value.range_high
+    ).format_value_and_interval("{:.2f}".format)
 
 
 def is_value_of_claimed_model(claim: dict[str, Any], value: ClaimValue) -> bool:
     """Return whether a value is of the model that the claim names. Most claims are about every model."""
-    return pd.isna(claim["model"]) or claim["model"] in value.label
+    return pd.isna(claim["model"]) or claim["model"] in value.cells_label
 
 
 @cache
@@ -131,7 +129,7 @@ def describe_weak_published_values(metric: ClaimMetric, claim: dict[str, Any]) -
         claim: Row of claims.csv.
     """
     printed, credible = (
-        {v.label: v for v in metric(groups) if is_value_of_claimed_model(claim, v)}
+        {v.cells_label: v for v in metric(groups) if is_value_of_claimed_model(claim, v)}
         for groups in read_printed_and_trusted_groups(claim["version"])
     )
     parts = []

@@ -25,13 +25,13 @@ class ClaimValue:
     """A value of a claim's metric, with its cells and its interval or range."""
 
     #: Name of the cells, such as `vgg16 on 4`.
-    label: str
+    cells_label: str
     value: float
-    low: float | None = None
-    high: float | None = None
-    #: Meaning of `low` and `high`. An `interval` holds with 95 % confidence, for all values of a claim
-    #: together. A `range` is from the lowest to the highest repeat. A `bound` follows from a time limit. An
-    #: `exact` value has neither `low` nor `high`.
+    range_low: float | None = None
+    range_high: float | None = None
+    #: Meaning of `range_low` and `range_high`. An `interval` holds with 95 % confidence, for all values of a
+    #: claim together. A `range` is from the lowest to the highest repeat. A `bound` follows from a time
+    #: limit. An `exact` value has neither end.
     range_kind: Literal["interval", "range", "bound", "exact"] = "interval"
     #: Values of two groups, paired by repeat, from which an interval is computed; shape [2, repeats].
     paired_values: np.ndarray | None = None
@@ -45,7 +45,7 @@ class ClaimValue:
         if ratio.low is None:
             return self
         low, high = sorted(map(self.convert_ratio, ratio[1:]))
-        return replace(self, low=low, high=high)
+        return replace(self, range_low=low, range_high=high)
 
 
 #: A function from the groups of all cells to the values of a claim.

@@ -40,7 +40,7 @@ class MeasuredCombination:
         return self.combination.name
 
     @property
-    def step_s(self) -> float | None:
+    def mean_step_s(self) -> float | None:
         """Seconds per step as a geometric mean over the blocks, or None without blocks."""
         known = [math.log(s) for s in self.step_s_by_block if s]
         return math.exp(fmean(known)) if known else None
@@ -52,16 +52,16 @@ class Effect:
 
     Attributes:
         choice: The strategy, option or setting, as text.
-        compared_with: Strategy that the chosen strategy is compared with. It is empty for an option or
+        compared_strategy: Strategy that the chosen strategy is compared with. It is empty for an option or
             setting, which is compared with its default.
-        ratio: Time per step with the choice, divided by the time without it.
+        time_ratio: Time per step with the choice, divided by the time without it.
         num_pairs: Number of pairs of combinations that differ only in this choice.
         num_blocks: Number of blocks in which all these pairs were measured.
     """
 
     choice: str
-    compared_with: str
-    ratio: IntervalEstimate
+    compared_strategy: str
+    time_ratio: IntervalEstimate
     num_pairs: int
     num_blocks: int
 
@@ -71,10 +71,10 @@ class TuneAnswer:
     """Results of the blocks that `tune` has measured so far."""
 
     #: Content of verdict.json.
-    verdict: Mapping[str, Any]
+    verdict_content: Mapping[str, Any]
     #: Entry of the only comparison in verdict.json.
-    comparison: Mapping[str, Any]
-    baseline: str
+    comparison_entry: Mapping[str, Any]
+    baseline_strategy: str
     measured_combinations: tuple[MeasuredCombination, ...]
     device_memory_bytes: float | None
 
@@ -85,7 +85,7 @@ class TuneAnswer:
     @property
     def winning_combination(self) -> MeasuredCombination | None:
         """Fastest combination according to the verdict, or None before its first interim analysis."""
-        return self.get_measured_combination(self.comparison["leader"])
+        return self.get_measured_combination(self.comparison_entry["leader"])
 
     @property
     def pareto_front(self) -> list[MeasuredCombination]:
@@ -93,9 +93,10 @@ class TuneAnswer:
         fastest: list[MeasuredCombination] = []
         least = math.inf
         for m in sorted(
-            self.measured_combinations, key=lambda m: (m.step_s or math.inf, m.memory_bytes or 0)
+            self.measured_combinations,
+            key=lambda m: (m.mean_step_s or math.inf, m.memory_bytes or 0),
         ):
-            if m.step_s and m.memory_bytes and m.memory_bytes < least:
+            if m.mean_step_s and m.memory_bytes and m.memory_bytes < least:
                 fastest.append(m)
                 least = m.memory_bytes
         return fastest
@@ -239,13 +240,13 @@ def describe_answer(answer: TuneAnswer) -> Iterator[str]:
     """Yield the lines that print the answer on a terminal."""
     winner = answer.winning_combination
     if winner is None:
-        yield f"No result yet: {answer.comparison['text']}"
+        yield f"No result yet: {answer.comparison_entry['text']}"
         return
-    yield answer.comparison["text"]
+    yield answer.comparison_entry["text"]
     yield f"  {describe_gain_over_baseline(answer, winner)}"
     yield f"  {describe_memory_use(answer, winner)}"
     yield f"  {describe_possible_further_gain(answer)}"
-    effects = estimate_choice_effects(answer.measured_combinations, answer.baseline)
+    effects = estimate_choice_effects(answer.measured_combinations, answer.baseline_strategy)
     if effects:
         yield "Effect of each choice: time per step with the choice, divided by the time without it:"
         yield from (f"  {describe_effect(effect)}" for effect in effects)
@@ -253,10 +254,10 @@ def describe_answer(answer: TuneAnswer) -> Iterator[str]:
 
 def describe_gain_over_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> str:
     """Return a sentence with the ratio of the baseline's time to that of the fastest combination."""
-    name = answer.baseline
+    name = answer.baseline_strategy
     if winner.name == name:
         return f"The fastest combination is the baseline, {name}."
-    ratio = next((r for r in answer.comparison["ratios"] if r["strategy"] == name), None)
+    ratio = next((r for r in answer.comparison_entry["ratios"] if r["strategy"] == name), None)
     if ratio is None or ratio["ratio"] is None:
         reason = ratio["reason"] if ratio else "it was not measured"
         return f"The time of the baseline, {name}, was not measured: {reason or 'no block has it'}."
@@ -280,7 +281,7 @@ def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
 
 def describe_possible_further_gain(answer: TuneAnswer) -> str:
     """Return a sentence on the largest gain that further blocks may find, and on their cost."""
-    comparison, verdict = answer.comparison, answer.verdict
+    comparison, verdict = answer.comparison_entry, answer.verdict_content
     rivals = [r["strategy"] for r in comparison["ratios"] if r["state"] in ("open", "equal")]
     if not rivals:
         return (
@@ -298,23 +299,23 @@ def describe_possible_further_gain(answer: TuneAnswer) -> str:
 
 def describe_effect(effect: Effect) -> str:
     """Return an effect as text: the choice, the time ratio, and the number of pairs and blocks."""
-    over = f" over {effect.compared_with}" if effect.compared_with else ""
+    over = f" over {effect.compared_strategy}" if effect.compared_strategy else ""
     return (
         f"{effect.choice}{over}: "
-        f"{effect.ratio.format_value_and_interval('{:.3f}'.format)}{describe_effect_evidence(effect)}"
+        f"{effect.time_ratio.format_value_and_interval('{:.3f}'.format)}{describe_effect_evidence(effect)}"
     )
 
 
 def describe_effect_evidence(effect: Effect) -> str:
     """Return the numbers of pairs and blocks behind an effect as text."""
-    sure = "" if effect.ratio.low is not None else "one block gives no interval; "
+    sure = "" if effect.time_ratio.low is not None else "one block gives no interval; "
     return f" ({sure}{format_count(effect.num_pairs, 'pair')}, {format_count(effect.num_blocks, 'block')})"
 
 
 def format_step_time(combination: MeasuredCombination) -> str:
     """Return the time per step as text, or the reason why it is unknown."""
     return (
-        format_short_time(combination.step_s)
-        if combination.step_s
+        format_short_time(combination.mean_step_s)
+        if combination.mean_step_s
         else combination.status_in_verdict
     )

@@ -50,13 +50,13 @@ def render_answer_page(
         filter_results: Outcome of the filters for each combination.
         model: Name of the model.
     """
-    comparison, measured = answer.comparison, answer.measured_combinations
+    comparison, measured = answer.comparison_entry, answer.measured_combinations
     return render_page("tune.html.j2", TEMPLATES, values={
         "title": f"The fastest configuration of {model} on {comparison['workers']}",
         "lead": comparison["text"],
         "facts": list(_iter_labelled_results(answer)),
         "svg": _draw_time_over_memory(answer) if answer.pareto_front else "",
-        "effects": [_make_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline)],
+        "effects": [_make_effect_row(e) for e in estimate_choice_effects(measured, answer.baseline_strategy)],
         "measured": [_make_measured_row(answer, m) for m in _sort_by_step_time(measured)],
         "others": list(_iter_sentences_on_dropped_combinations(filter_results)),
         "light_marks": Markup(format_family_css_variables(for_dark_pages=False)),
@@ -70,13 +70,13 @@ def _iter_labelled_results(answer: TuneAnswer) -> Iterator[tuple[str, str]]:
         yield "Compared with the baseline", describe_gain_over_baseline(answer, winner)
         yield "Memory per worker", describe_memory_use(answer, winner)
         yield "Possible further gain", describe_possible_further_gain(answer)
-    verdict = answer.verdict
+    verdict = answer.verdict_content
     ended = f" Done: {verdict['reason']}." if verdict["done"] else ""
     yield "Cost so far", f"{verdict['spent_gpu_hours']:.3g} {verdict['hours']}.{ended}"
 
 
 def _sort_by_step_time(measured: Sequence[MeasuredCombination]) -> list[MeasuredCombination]:
-    return sorted(measured, key=lambda m: m.step_s or float("inf"))
+    return sorted(measured, key=lambda m: m.mean_step_s or float("inf"))
 
 
 def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
@@ -86,11 +86,15 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
     series = []
     for strategy in strategies:
         own = [m for m in answer.measured_combinations if m.combination.strategy == strategy]
-        dots = [(m.memory_bytes, m.step_s) for m in own if m.memory_bytes and m.step_s]
+        dots = [(m.memory_bytes, m.mean_step_s) for m in own if m.memory_bytes and m.mean_step_s]
         if dots:
             mark = marks.get(strategy) or create_mark("other", 0)
             series.append(ChartSeries(strategy, mark.colour_css_variable, dots, mark=mark))
-    front = [(m.memory_bytes, m.step_s) for m in answer.pareto_front if m.memory_bytes and m.step_s]
+    front = [
+        (m.memory_bytes, m.mean_step_s)
+        for m in answer.pareto_front
+        if m.memory_bytes and m.mean_step_s
+    ]
     series.append(ChartSeries("", "muted", solid_line_points=front))
     sizes = [m.memory_bytes for m in answer.measured_combinations if m.memory_bytes]
     ends = sorted({min(sizes), max(sizes)})
@@ -101,9 +105,9 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
 
 
 def _make_effect_row(effect: Effect) -> dict[str, Any]:
-    over = f" over {effect.compared_with}" if effect.compared_with else ""
-    ratio = effect.ratio.format_value_and_interval("{:.3f}".format)
-    if effect.ratio.low is None:
+    over = f" over {effect.compared_strategy}" if effect.compared_strategy else ""
+    ratio = effect.time_ratio.format_value_and_interval("{:.3f}".format)
+    if effect.time_ratio.low is None:
         ratio += " (no interval)"
     return {
         "choice": f"{effect.choice}{over}",
@@ -115,7 +119,7 @@ def _make_effect_row(effect: Effect) -> dict[str, Any]:
 
 def _make_measured_row(answer: TuneAnswer, combination: MeasuredCombination) -> dict[str, str]:
     name, memory_bytes = combination.name, combination.memory_bytes
-    ratio = next(r for r in answer.comparison["ratios"] if r["strategy"] == name)
+    ratio = next(r for r in answer.comparison_entry["ratios"] if r["strategy"] == name)
     return {
         "name": name,
         "step": format_step_time(combination),

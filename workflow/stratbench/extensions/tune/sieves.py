@@ -311,7 +311,7 @@ def add_tuning_study(
     study = config["studies"][name]
     block = dict(study["experiments"][experiment])
     block |= {"strategies": [c.name for c in combinations], "gpus": [gpus], "models": [model]}
-    variants = {c.name: c.variant for c in combinations if c.variant is not None}
+    variants = {c.name: c.variant_entry for c in combinations if c.variant_entry is not None}
     tuned = {key: value for key, value in study.items() if key not in ("experiments", "variants")}
     tuned |= {"variants": variants, "experiments": {experiment: block}}
     return {

@@ -42,7 +42,7 @@ class Combination:
         return "_".join(parts)
 
     @property
-    def variant(self) -> dict[str, Any] | None:
+    def variant_entry(self) -> dict[str, Any] | None:
         """Entry of the combination in `variants` of config.yaml; None without options and settings."""
         if not self.options and not self.settings:
             return None

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             with lock_cell(log.parent):
                 pass
         truncate_launcher_log(args.logs, begun)
-        run.run()
+        run.run_all_segments()
 
     return run_launcher(plan, begun, args.parent, run_block_under_locks, lambda: run.logs)
 
@@ -99,7 +99,7 @@ class BlockRun:
         self._gpu_names: set[str] = set()
         self._use_cuda = False
 
-    def run(self) -> None:
+    def run_all_segments(self) -> None:
         """Run all segments of the block, and write block.json."""
         args, plan = self._args, self._plan
         out = args.out / blocks.BLOCK_FILE
@@ -217,7 +217,7 @@ class BlockRun:
         made = assemble.make_record(job, ending)
         steps = collect_timed_steps(job, discarded, timed) if ending.status == "ok" else None
         made["block"] = {
-            "id": plan.path,
+            "id": plan.relative_path,
             "host": ", ".join(self._record_hosts_and_gpus(job)),
             "pass": pass_name,
             "slot": slot,

@@ -93,17 +93,17 @@ class BlockPlan:
         return f"{self.study}/{self.experiment}: {self.model}, workers: {self.gpus}, block {self.block}"
 
     @property
-    def path(self) -> str:
+    def relative_path(self) -> str:
         """Path of the block below `blocks/` and `logs/blocks/` of its study."""
         return BLOCK_PATTERN.format(**vars(self))
 
     def get_result_folder(self, results: str | Path) -> Path:
         """Return the folder of the block's results, below the folder of all results."""
-        return Path(results) / self.study / "blocks" / self.path
+        return Path(results) / self.study / "blocks" / self.relative_path
 
     def get_log_folder(self, results: str | Path) -> Path:
         """Return the folder with the logs of the block's segments, below the folder of all results."""
-        return Path(results) / self.study / "logs" / "blocks" / self.path
+        return Path(results) / self.study / "logs" / "blocks" / self.relative_path
 
     def make_segment_cell(self, strategy: str) -> Cell:
         """Return the cell that the records of a strategy's segments name.
@@ -201,35 +201,35 @@ class PairedBlock:
     comparison_key: ComparisonKey
     block_number: int
     #: Number of timed steps per segment, without the discarded ones.
-    steps: int
+    timed_steps_per_segment: int
     segments: tuple[Segment, ...]
     hosts: tuple[str, ...]
     #: Kind of device: `cuda` or `cpu`.
-    device: str
+    device_kind: str
     gpu_seconds: float
     #: Hash of each strategy's settings, from `hash_trained_settings`.
     settings_hashes: Mapping[str, str] = field(default_factory=dict)
     #: Names of the block's GPUs; empty on CPUs, and if no worker reported them.
     gpu_names: tuple[str, ...] = ()
 
-    def list_segments(self, strategy: str) -> list[Segment]:
+    def list_counted_segments(self, strategy: str) -> list[Segment]:
         """Return the segments of a strategy without the burn-in, in the order of PASSES."""
         counting = [s for s in self.segments if s.strategy == strategy and s.pass_name != BURN_IN]
         return sorted(counting, key=lambda s: PASSES.index(s.pass_name))
 
-    def list_log_step_times(self, strategy: str) -> list[float]:
+    def list_segment_log_step_times(self, strategy: str) -> list[float]:
         """Return the logarithm of the mean step time of each segment of a strategy.
 
         The list is empty if a segment failed.
         """
-        segments = self.list_segments(strategy)
+        segments = self.list_counted_segments(strategy)
         if len(segments) < 2 or any(s.status != "ok" for s in segments):
             return []
         return [math.log(s.mean_step_s) for s in segments]
 
     def compute_log_step_time(self, strategy: str) -> float:
         """Return the logarithm of a strategy's step time in this block, or NaN after a failure."""
-        logs = self.list_log_step_times(strategy)
+        logs = self.list_segment_log_step_times(strategy)
         return compute_block_log_step_time(logs) if logs else math.nan
 
     def find_failure_status(self, strategy: str) -> str | None:
@@ -262,10 +262,10 @@ def read_block(path: str | Path) -> PairedBlock:
     return PairedBlock(
         comparison_key=ComparisonKey.from_cell(result),
         block_number=result["block"],
-        steps=result["settings"]["steps"],
+        timed_steps_per_segment=result["settings"]["steps"],
         segments=tuple(map(Segment.from_dict, result["segments"])),
         hosts=tuple(sorted(result["hosts"])),
-        device=result["device"],
+        device_kind=result["device"],
         gpu_seconds=result["gpu_seconds"],
         settings_hashes={name: hash_trained_settings(s) for name, s in result["trained"].items()},
         gpu_names=tuple(sorted(result["gpu_names"])),

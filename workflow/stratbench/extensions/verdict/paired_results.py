@@ -39,7 +39,7 @@ class PairedResult:
     #: Faster leader and reason, if the strategy was dropped as slower; else None.
     faster_leader_and_reason: tuple[str, str] | None
     #: Conclusion and confidence, if the strategy leads its comparison; else None.
-    claim: tuple[str, str] | None
+    conclusion_and_confidence: tuple[str, str] | None
 
 
 def read_verdict(path: str) -> dict[str, Any] | None:
@@ -91,7 +91,9 @@ def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResu
                 faster_leader_and_reason=(state["against"], f"in the comparison: {state['reason']}")
                 if state["state"] in ("slower", "much slower") and state["against"] != strategy
                 else None,
-                claim=(comparison["text"], comparison["confidence"]) if leads else None,
+                conclusion_and_confidence=(comparison["text"], comparison["confidence"])
+                if leads
+                else None,
             )
     return by_group
 
@@ -125,7 +127,7 @@ class BlocksEvidence(Evidence):
         candidate.basis, candidate.repetition_noun = PAIRED_BLOCKS, "block"
         candidate.hosts, candidate.has_cpu_workers = result.hosts, result.is_on_cpu
         candidate.traits, candidate.has_servers = result.traits, result.uses_servers
-        candidate.verdict_claim_and_confidence = result.claim
+        candidate.verdict_claim_and_confidence = result.conclusion_and_confidence
         # The number of blocks was not fixed beforehand: it depends on the times in earlier blocks.
         candidate.has_planned_repeats = False
 

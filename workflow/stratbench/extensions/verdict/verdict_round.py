@@ -98,7 +98,7 @@ class Round:
             BlockPlan.from_round_entry(self._study.name, entry)
             for entry in self.content["comparisons"]
         ]
-        return {plan.path: plan for plan in plans}
+        return {plan.relative_path: plan for plan in plans}
 
     @cached_property
     def full_runs(self) -> list[Cell]:

@@ -27,7 +27,7 @@ TAGS = (
 class ExportedEpoch:
     """An epoch of a run: its number, the training time at its end, and its metrics."""
 
-    number: int
+    epoch_number: int
     end_train_time_s: float
     metrics_by_name: dict[str, float]
 
@@ -39,7 +39,7 @@ class ExportedRun:
     cell: Cell
     #: Coordinates and settings of the cell. An option of the strategy has the name `options.NAME`.
     parameters_by_name: dict[str, ParameterValue]
-    tags: dict[str, str]
+    tags_by_name: dict[str, str]
     #: Measured values of the whole cell, with the names and units of cells.csv.
     metrics_by_name: dict[str, float]
     epochs: list[ExportedEpoch]
@@ -51,7 +51,7 @@ class ExportedRun:
     @property
     def has_ok_status(self) -> bool:
         """Whether the cell of the run has the status `ok`."""
-        return self.tags["status"] == "ok"
+        return self.tags_by_name["status"] == "ok"
 
 
 def iter_exported_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
@@ -84,7 +84,7 @@ def iter_exported_runs(result_set: ResultSet) -> Iterator[ExportedRun]:
         yield ExportedRun(
             cell=cell,
             parameters_by_name=cell.as_dict() | dict(_flatten_settings(record["settings"])),
-            tags={name: str(row[name]) for name in TAGS if pd.notna(row[name])},
+            tags_by_name={name: str(row[name]) for name in TAGS if pd.notna(row[name])},
             metrics_by_name={name: float(row[name]) for name in measured if pd.notna(row[name])},
             epochs=[
                 ExportedEpoch(

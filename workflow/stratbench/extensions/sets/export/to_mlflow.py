@@ -35,7 +35,7 @@ def list_mlflow_metrics(run: ExportedRun) -> list[Metric]:
             f"epoch/{name}",
             value,
             int(1000 * (run.started_unix_s + epoch.end_train_time_s)),
-            epoch.number,
+            epoch.epoch_number,
         )
         for epoch in run.epochs
         for name, value in (
@@ -76,7 +76,7 @@ def write_mlflow_run(client: MlflowClient, experiment_id: str, run: ExportedRun)
     )
     run_id = created.info.run_id
     parameters = [Param(name, str(value)) for name, value in run.parameters_by_name.items()]
-    tags = [RunTag(f"stratbench.{name}", value) for name, value in run.tags.items()]
+    tags = [RunTag(f"stratbench.{name}", value) for name, value in run.tags_by_name.items()]
     metrics = list_mlflow_metrics(run)
     for start in range(0, len(metrics), MAX_METRICS):
         client.log_batch(run_id, metrics=metrics[start : start + MAX_METRICS])

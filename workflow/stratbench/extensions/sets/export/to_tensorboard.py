@@ -19,7 +19,7 @@ NEEDS_RECORDS = True
 def iter_tensorboard_events(run: ExportedRun) -> Iterator[Event]:
     """Yield the events of a run for TensorBoard. Events of an epoch have the time at which it ended."""
     yield Event(wall_time=run.started_unix_s, file_version="brain.Event:2")
-    parameters = run.parameters_by_name | {"status": run.tags["status"]}
+    parameters = run.parameters_by_name | {"status": run.tags_by_name["status"]}
     hyperparameters = hparams_pb(
         parameters, trial_id=run.cell.path, start_time_secs=run.started_unix_s
     )
@@ -28,7 +28,7 @@ def iter_tensorboard_events(run: ExportedRun) -> Iterator[Event]:
         at_s = run.started_unix_s + epoch.end_train_time_s
         metrics = epoch.metrics_by_name | {"train_time_s": epoch.end_train_time_s}
         values = [Summary.Value(tag=f"epoch/{n}", simple_value=v) for n, v in metrics.items()]
-        yield Event(wall_time=at_s, step=epoch.number, summary=Summary(value=values))
+        yield Event(wall_time=at_s, step=epoch.epoch_number, summary=Summary(value=values))
     values = [
         Summary.Value(tag=f"cell/{n}", simple_value=v) for n, v in run.metrics_by_name.items()
     ]

@@ -50,15 +50,18 @@ def write_wandb_run(run: ExportedRun, folder: Path) -> None:
         group=f"{run.cell.experiment}/{run.cell.strategy}",
         name=run.cell.path,
         id=identity.hexdigest()[:16],
-        config=run.parameters_by_name | {f"tags.{name}": text for name, text in run.tags.items()},
-        tags=[run.tags["status"]],
+        config=run.parameters_by_name
+        | {f"tags.{name}": text for name, text in run.tags_by_name.items()},
+        tags=[run.tags_by_name["status"]],
         dir=str(folder),
         settings=make_offline_settings(folder),
     )
     try:
         for epoch in run.epochs:
             timed = epoch.metrics_by_name | {"train_time_s": epoch.end_train_time_s}
-            offline.log({f"epoch/{name}": value for name, value in timed.items()}, epoch.number)
+            offline.log(
+                {f"epoch/{name}": value for name, value in timed.items()}, epoch.epoch_number
+            )
         offline.summary.update(run.metrics_by_name)
     finally:
         offline.finish(exit_code=0 if run.has_ok_status else 1)

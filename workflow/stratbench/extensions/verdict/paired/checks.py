@@ -186,7 +186,7 @@ def iter_reasons_for_unusable_blocks(blocks: Sequence[PairedBlock]) -> Iterator[
                 "so that one block is a copy of the other: delete it, and it is measured again"
             )
             return
-    kinds = sorted({block.device for block in blocks})
+    kinds = sorted({block.device_kind for block in blocks})
     names = sorted({", ".join(block.gpu_names) for block in blocks if block.gpu_names})
     for devices in (kinds, names):
         if len(devices) > 1:

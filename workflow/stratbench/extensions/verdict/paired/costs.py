@@ -87,7 +87,7 @@ class VerdictGpuSeconds:
         """
         if runs := self._evidence.list_full_runs(state.comparison, strategy):
             return statistics.fmean(run.gpu_seconds for run in runs)
-        step_s, steps = self.average_step_seconds(state, strategy), state.comparison.full_steps
+        step_s, steps = self.average_step_seconds(state, strategy), state.comparison.full_run_steps
         if step_s is None or steps is None:
             return None
         starts = [

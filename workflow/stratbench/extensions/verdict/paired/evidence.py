@@ -46,7 +46,7 @@ class PairedComparison:
     #: Hash of each strategy's settings, from `hash_trained_settings`.
     settings_hashes: tuple[str, ...] = ()
     #: Number of steps of a full run; None if unknown until the data are read.
-    full_steps: int | None = None
+    full_run_steps: int | None = None
     #: Whether the model is evaluated in full runs, so that they have a score.
     has_scored_full_runs: bool = True
 
@@ -56,15 +56,15 @@ class FullRun:
     """A full training of a cell, from its record."""
 
     status: str
-    reason: str | None
+    failure_reason: str | None
     #: Final score in the unit of the report, such as percent for accuracy; None without a score.
     score: float | None
     better_score_direction: str
-    tolerance: float
+    score_tolerance: float
     score_name: str
     gpu_seconds: float
     train_time_s: float | None
-    steps: int
+    trained_steps: int
 
     @property
     def score_sign(self) -> int:
@@ -77,9 +77,9 @@ class FullRun:
 
         The value is None if the run did not end well.
         """
-        if self.status != "ok" or not self.train_time_s or not self.steps:
+        if self.status != "ok" or not self.train_time_s or not self.trained_steps:
             return None
-        return math.log(self.train_time_s / self.steps)
+        return math.log(self.train_time_s / self.trained_steps)
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def add_full_run_steps(
     )
     if settings.steps is None and known is None:
         return comparison
-    return replace(comparison, full_steps=settings.count_steps(known or 0))
+    return replace(comparison, full_run_steps=settings.count_steps(known or 0))
 
 
 def _iter_usable_blocks(
@@ -347,12 +347,12 @@ def make_full_run(measured_record: record.Record, trained_steps: int) -> FullRun
     factor = 100 if task["unit"] == "share" else 1
     return FullRun(
         status=measured_record["status"],
-        reason=measured_record["reason"],
+        failure_reason=measured_record["reason"],
         score=None if score is None else factor * score,
         better_score_direction=task["better"],
-        tolerance=task["tolerance"],
+        score_tolerance=task["tolerance"],
         score_name=task["score"],
         gpu_seconds=measured_record["time"]["total_s"] * measured_record["cell"]["gpus"],
         train_time_s=measured_record["time"]["train_time_s"],
-        steps=trained_steps,
+        trained_steps=trained_steps,
     )

@@ -57,12 +57,12 @@ class Look(NamedTuple):
     decided: np.ndarray
 
     @property
-    def fastest(self) -> np.ndarray:
+    def is_leader_fastest(self) -> np.ndarray:
         """Whether every rival is shown to be slower than the leader, shape [..., comparisons]."""
         return ~(self.rivals & ~self.slower).any(-1)
 
     @property
-    def equal(self) -> np.ndarray:
+    def is_equal_to_leader(self) -> np.ndarray:
         """Mask of the rivals whose whole interval is within the share EQUAL of the leader's time."""
         near = np.log1p(EQUAL)
         return self.rivals & (self.low >= -near) & (self.high <= near)

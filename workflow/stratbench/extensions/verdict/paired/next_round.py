@@ -25,11 +25,11 @@ class NextRound:
     A verdict that is done has neither blocks nor full runs.
     """
 
-    number: int
-    blocks: tuple[dict[str, Any], ...]
-    full_runs: tuple[Cell, ...]
+    round_number: int
+    block_entries: tuple[dict[str, Any], ...]
+    cells_to_train_in_full: tuple[Cell, ...]
     is_verdict_done: bool
-    reason: str
+    end_reason: str
     spent_gpu_hours: float
     expected_gpu_hours: float | None
     #: Largest number of rounds of blocks that may follow this one.
@@ -39,7 +39,7 @@ class NextRound:
     def cost_and_rounds_sentence(self) -> str:
         """A sentence on the cost of this round and the number of further rounds."""
         if self.is_verdict_done:
-            return f"Nothing more is to run: {self.reason}."
+            return f"Nothing more is to run: {self.end_reason}."
         cost = "The cost is unknown before the first block"
         if self.expected_gpu_hours is not None:
             cost = f"This round takes about {self.expected_gpu_hours:.3g} GPU-hours (worker-hours on CPUs)"
@@ -52,13 +52,13 @@ class NextRound:
         """Return the next round as the content of round.json."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "round": self.number,
-            "comparisons": list(self.blocks),
-            "full_runs": [cell.as_dict() for cell in self.full_runs],
+            "round": self.round_number,
+            "comparisons": list(self.block_entries),
+            "full_runs": [cell.as_dict() for cell in self.cells_to_train_in_full],
             "done": self.is_verdict_done,
             "spent_gpu_hours": self.spent_gpu_hours,
             "expected_gpu_hours": self.expected_gpu_hours,
-            "reason": self.reason,
+            "reason": self.end_reason,
             "outlook": self.cost_and_rounds_sentence,
         }
 
@@ -99,13 +99,13 @@ def plan_next_round(replay: RoundReplay) -> NextRound:
         reason = "open"
     done = not pending or bool(over)
     return NextRound(
-        number=replay.round + (0 if done else 1),
-        blocks=()
+        round_number=replay.round + (0 if done else 1),
+        block_entries=()
         if done
         else tuple(make_block_entry(replay, s, n) for s, n in replay.missing_blocks),
-        full_runs=() if done else tuple(replay.missing_runs),
+        cells_to_train_in_full=() if done else tuple(replay.missing_runs),
         is_verdict_done=done,
-        reason=reason,
+        end_reason=reason,
         spent_gpu_hours=spent_s / 3600,
         expected_gpu_hours=expected_s / 3600 if known else None,
         max_later_block_rounds=0 if done else replay.max_later_block_rounds,
@@ -139,7 +139,7 @@ def make_block_entry(
     """
     evidence, key = replay.evidence, state.comparison.comparison_key
     first = evidence.blocks.get((key, 1))
-    steps = first.steps if first else None
+    steps = first.timed_steps_per_segment if first else None
     return {
         "experiment": key.experiment,
         "model": key.model,

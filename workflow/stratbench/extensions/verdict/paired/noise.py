@@ -94,7 +94,9 @@ def estimate_block_noise(blocks: Iterable[PairedBlock]) -> Noise:
             _add_noise_within_block(block, segment, trend)
             for s in block.segments:
                 if s.status == "ok" and s.step_cv is not None:
-                    within.add_value(s.step_cv**2 * CORRELATED_VARIANCE_FACTOR / block.steps, 1)
+                    within.add_value(
+                        s.step_cv**2 * CORRELATED_VARIANCE_FACTOR / block.timed_steps_per_segment, 1
+                    )
         _add_noise_between_blocks(compared, between, allocation)
     of_segment = segment.value
     # A block's value is the mean of two segments, which has half the variance of one segment.
@@ -155,8 +157,8 @@ def _add_noise_within_block(
     """
     rows = []
     for strategy in dict.fromkeys(s.strategy for s in block.segments):
-        pair = block.list_segments(strategy)
-        if logs := block.list_log_step_times(strategy):
+        pair = block.list_counted_segments(strategy)
+        if logs := block.list_segment_log_step_times(strategy):
             rows.append((pair[1].slot - pair[0].slot, logs[1] - logs[0]))
     if len(rows) < 2:
         return
@@ -184,7 +186,7 @@ def _add_noise_between_blocks(
     strategies = [
         strategy
         for strategy in dict.fromkeys(s.strategy for s in blocks[0].segments)
-        if all(block.list_log_step_times(strategy) for block in blocks)
+        if all(block.list_segment_log_step_times(strategy) for block in blocks)
     ]
     n, k = len(blocks), len(strategies)
     if n < 2 or not k:

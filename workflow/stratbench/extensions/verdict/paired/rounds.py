@@ -72,7 +72,7 @@ class RoundReplay:
                 for block in self.evidence.blocks.values()
                 if block.block_number <= num_blocks
                 for strategy in {s.strategy for s in block.segments}
-                if (logs := block.list_log_step_times(strategy))
+                if (logs := block.list_segment_log_step_times(strategy))
             ]
             self._limits[num_blocks] = compute_segment_disagreement_limit(apart) if apart else None
         return self._limits[num_blocks]
@@ -264,12 +264,14 @@ class RoundReplay:
                     block_similarity_sds=float(look.excess_similarity_sds[i]),
                     leader=leader,
                     max_log_advantage_over_leader=float(look.at_most[i]),
-                    is_leader_fastest=bool(look.fastest[i]),
-                    ratios=ratios,
+                    is_leader_fastest=bool(look.is_leader_fastest[i]),
+                    log_ratios_to_leader=ratios,
                     slower_strategies=tuple(
                         a for j, a in enumerate(strategies) if look.slower[i, j]
                     ),
-                    equal_strategies=tuple(a for j, a in enumerate(strategies) if look.equal[i, j]),
+                    equal_strategies=tuple(
+                        a for j, a in enumerate(strategies) if look.is_equal_to_leader[i, j]
+                    ),
                 )
             )
             self._copy_state_of_comparison(i)
@@ -440,11 +442,13 @@ class RoundReplay:
         last = state.latest_look
         if last is None or last.leader not in state.active_strategies:
             return None
-        bounds = {strategy: ratio.bound for strategy, ratio in last.ratios.items()}
+        bounds = {strategy: ratio.bound for strategy, ratio in last.log_ratios_to_leader.items()}
         for drop in state.dropped_strategies:
-            if drop.ratio is not None:
+            if drop.log_ratio_to_leader is not None:
                 bound = (
-                    drop.ratio.bound if drop.drop_kind == "slower" else math.log(moderated.SCREEN)
+                    drop.log_ratio_to_leader.bound
+                    if drop.drop_kind == "slower"
+                    else math.log(moderated.SCREEN)
                 )
                 bounds[drop.strategy] = bound
         deviations = self.compute_full_run_deviations(state)

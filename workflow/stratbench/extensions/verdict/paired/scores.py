@@ -21,14 +21,14 @@ class ScoreLoss:
     score_loss: float
     #: Upper 95 % bound of the loss; infinite if no strategy of the model was trained with two seeds.
     max_score_loss: float
-    tolerance: float
+    score_tolerance: float
     score_name: str
     num_seeds: int
 
     @property
     def is_within_tolerance(self) -> bool:
         """Whether the loss is within the tolerance with 95 % confidence."""
-        return self.max_score_loss <= self.tolerance
+        return self.max_score_loss <= self.score_tolerance
 
 
 class FullRunScores:
@@ -113,7 +113,7 @@ class FullRunScores:
 
             quantile = -float(stdtrit(dof, ALPHA))
             width = quantile * sd * math.sqrt(1 / len(own) + 1 / len(reference))
-        tolerance = self._evidence.score_tolerances.get(first.score_name, first.tolerance)
+        tolerance = self._evidence.score_tolerances.get(first.score_name, first.score_tolerance)
         return ScoreLoss(lost, lost + width, tolerance, first.score_name, len(own))
 
     def _estimate_score_sd_between_seeds(self, comparison: PairedComparison) -> tuple[float, int]:
@@ -136,16 +136,16 @@ class FullRunScores:
         """Return the reason why a strategy's full runs exclude it, or None."""
         for run in self.list_requested_full_runs(comparison, strategy):
             if run.status != "ok":
-                return f"its full run failed: {run.reason or run.status}"
+                return f"its full run failed: {run.failure_reason or run.status}"
         if comparison.equals_ddp[comparison.strategies.index(strategy)]:
             return None  # the score of such a strategy is itself the reference
         loss = self.estimate_score_loss(comparison, strategy)
-        if loss is None or loss.score_loss <= loss.tolerance:
+        if loss is None or loss.score_loss <= loss.score_tolerance:
             return None
         unit = " points" if loss.score_name == "accuracy" else ""
         return (
             f"its {loss.score_name} is {loss.score_loss:.2g}{unit} worse than the "
-            f"reference ({loss.tolerance:g} allowed)"
+            f"reference ({loss.score_tolerance:g} allowed)"
         )
 
 

@@ -35,7 +35,7 @@ class ComparisonLook:
     max_log_advantage_over_leader: float
     is_leader_fastest: bool
     #: Log time ratio of each rival to the leader, by name of the rival.
-    ratios: dict[str, Ratio]
+    log_ratios_to_leader: dict[str, Ratio]
     slower_strategies: tuple[str, ...]
     equal_strategies: tuple[str, ...]
 
@@ -48,8 +48,8 @@ class DroppedStrategy:
     num_blocks_when_dropped: int
     #: Kind of the reason: slower, much slower, oom, timeout, diverged, unsupported or score.
     drop_kind: str
-    reason: str
-    ratio: Ratio | None = None
+    drop_reason: str
+    log_ratio_to_leader: Ratio | None = None
     #: If the strategy was dropped as slower: the leader at that time.
     leader_when_dropped: str | None = None
 

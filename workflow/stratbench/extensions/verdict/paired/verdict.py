@@ -57,16 +57,16 @@ def make_verdict_content(
         "margin": margin,
         "rounds": replay.round,
         "done": next_round.is_verdict_done,
-        "reason": next_round.reason,
-        "hours": "worker-hours" if any(b.device == "cpu" for b in blocks) else "GPU-hours",
+        "reason": next_round.end_reason,
+        "hours": "worker-hours" if any(b.device_kind == "cpu" for b in blocks) else "GPU-hours",
         "spent_gpu_hours": next_round.spent_gpu_hours,
         "expected_gpu_hours": next_round.expected_gpu_hours,
         "budget_gpu_hours": replay.evidence.budget_gpu_hours,
         "matrix_gpu_hours": None if None in matrix else sum(matrix),
         "matrix_repeats": MATRIX_REPEATS,
         "next": {
-            "blocks": len(next_round.blocks),
-            "full_runs": [str(c) for c in next_round.full_runs],
+            "blocks": len(next_round.block_entries),
+            "full_runs": [str(c) for c in next_round.cells_to_train_in_full],
             "may_follow": next_round.max_later_block_rounds,
         },
         "comparisons": comparisons,
@@ -104,7 +104,7 @@ def make_comparison_entry(
         "gpus": comparison.comparison_key.gpus,
         "workers": format_count(
             comparison.comparison_key.gpus,
-            choose_noun_for_workers({block.device for block in blocks[:1]}),
+            choose_noun_for_workers({block.device_kind for block in blocks[:1]}),
         ),
         "strategies": list(comparison.strategies),
         "traits": {
@@ -112,13 +112,13 @@ def make_comparison_entry(
         },
         "served": dict(zip(comparison.strategies, comparison.uses_servers, strict=True)),
         "trained": dict(zip(comparison.strategies, comparison.settings_hashes, strict=False)),
-        "device": blocks[0].device if blocks else None,
+        "device": blocks[0].device_kind if blocks else None,
         "hosts": sorted({host for block in blocks for host in block.hosts}),
         "node_sets": len({block.hosts for block in blocks}),
         "blocks": last.num_blocks if last else len(blocks),
         "unusable": unusable,
         "checked": replay.is_leader_confirmed_by_full_runs(state),
-        "steps": blocks[0].steps if blocks else None,
+        "steps": blocks[0].timed_steps_per_segment if blocks else None,
         "open": is_comparison_open(state),
         "claim": claim,
         "claimed": claim in CLAIMS,
@@ -139,7 +139,7 @@ def make_comparison_entry(
             ]
             for strategy in comparison.strategies
         },
-        "full_steps": comparison.full_steps,
+        "full_steps": comparison.full_run_steps,
         "scores": {
             strategy: classify_score(replay, state, strategy) for strategy in comparison.strategies
         },
@@ -245,17 +245,22 @@ def make_conclusion(
         # The claim is restricted to the time of steps, because no full run confirms that of whole trainings.
         where = f" by its steps{where}"
     if not state.active_strategies:
-        reasons = "; ".join(f"{drop.strategy} {drop.reason}" for drop in state.dropped_strategies)
+        reasons = "; ".join(
+            f"{drop.strategy} {drop.drop_reason}" for drop in state.dropped_strategies
+        )
         return "none", f"No strategy is left: {reasons}."
     few = last.num_common_blocks < judging.MIN_BLOCKS
     if state.num_compared_strategies == 1 or (len(state.active_strategies) == 1 and few):
         return "only", f"{state.active_strategies[0]} is the only strategy left{where}."
     if (
-        not set(state.active_strategies) <= {last.leader, *last.ratios}
+        not set(state.active_strategies) <= {last.leader, *last.log_ratios_to_leader}
         or last.leader not in state.active_strategies
     ):
         out = next(d for d in reversed(state.dropped_strategies) if d.leader_when_dropped is None)
-        return "none", f"{out.strategy} is excluded ({out.reason}); the others are evaluated next."
+        return (
+            "none",
+            f"{out.strategy} is excluded ({out.drop_reason}); the others are evaluated next.",
+        )
     if few:
         return "none", (
             f"{last.leader} is fastest after {format_count(last.num_common_blocks, 'block')}; a conclusion "
@@ -336,12 +341,12 @@ def make_strategy_entry(state: ComparisonState, strategy: str) -> dict[str, Any]
         values |= {
             "state": drop.drop_kind,
             "blocks": drop.num_blocks_when_dropped,
-            "reason": drop.reason,
+            "reason": drop.drop_reason,
         }
-        ratio, values["against"] = drop.ratio, drop.leader_when_dropped
+        ratio, values["against"] = drop.log_ratio_to_leader, drop.leader_when_dropped
     elif last is not None and strategy == last.leader:
         values |= {"state": "leader", "ratio": 1.0}
-    elif last is not None and strategy in last.ratios:
+    elif last is not None and strategy in last.log_ratios_to_leader:
         kind = (
             "slower"
             if strategy in last.slower_strategies
@@ -350,7 +355,7 @@ def make_strategy_entry(state: ComparisonState, strategy: str) -> dict[str, Any]
             else "open"
         )
         values |= {"state": kind, "against": last.leader}
-        ratio = last.ratios[strategy]
+        ratio = last.log_ratios_to_leader[strategy]
     if ratio is not None:
         names = ("ratio", "low", "high", "at_least")
         values |= {n: convert_log_to_ratio(v) for n, v in zip(names, ratio, strict=True)}
@@ -401,7 +406,7 @@ def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
     """
     intervals = {
         strategy: [convert_log_to_ratio(v) for v in values]
-        for strategy, values in look.ratios.items()
+        for strategy, values in look.log_ratios_to_leader.items()
     }
     return {
         "blocks": look.num_blocks,
@@ -480,7 +485,7 @@ def assess_conclusion_confidence(
             f"All blocks ran on {', '.join(sorted(hosts))}: on other nodes the order of strategies may "
             f"differ{which}."
         )
-    if any(block.device == "cpu" for block in blocks):
+    if any(block.device_kind == "cpu" for block in blocks):
         sure = False
         reasons.append(
             f"The conclusion holds for {pluralize(choose_noun_for_workers(['cpu']))}, and not for GPUs."
@@ -530,6 +535,7 @@ def find_doubt_on_leader_score(replay: RoundReplay, state: ComparisonState) -> s
     differs = f"{abs(loss.score_loss):.2g} {'worse' if loss.score_loss > 0 else 'better'}"
     seeds = format_count(loss.num_seeds, "seed")
     text = f"Over {seeds} its {loss.score_name} is {differs} than the reference"
+    allowed = f"{loss.score_tolerance:g} allowed"
     if not math.isfinite(loss.max_score_loss):
-        return f"{text}; with one seed no bound on the difference is known ({loss.tolerance:g} allowed)."
-    return f"{text} and may be {loss.max_score_loss:.2g} worse (95 %, {loss.tolerance:g} allowed)."
+        return f"{text}; with one seed no bound on the difference is known ({allowed})."
+    return f"{text} and may be {loss.max_score_loss:.2g} worse (95 %, {allowed})."
