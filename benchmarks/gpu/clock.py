@@ -66,7 +66,7 @@ def ratios_of_blocks(device: str) -> list[float]:
                     if marks:
                         clock.mark_phase_end(phase)
                 clock.mark_step_end()
-            clock.end()
+            clock.end_epoch()
     plain, marked = (clock.epoch_times_s[1:] for clock in clocks)  # the first is a warm-up
     return [m / p for m, p in zip(marked, plain, strict=True)]
 
@@ -82,7 +82,7 @@ def long_run(device: str, n: int) -> dict[str, float]:
         clock.mark_step_end()
     kept_bytes = process.memory_info().rss - before_bytes
     began = time.perf_counter()
-    clock.end()
+    clock.end_epoch()
     return {
         "bytes_per_stamp": max(kept_bytes, 0) / n,
         "end_s": time.perf_counter() - began,

@@ -89,7 +89,7 @@ def loaded() -> dict[str, Any]:
     if gpu is not None and gpu.index is None:
         gpu, reason = None, "a MIG instance has no index and no power of its own"
     if gpu is not None:
-        by_index = nvml.gpus()[gpu.index].read_identity_and_settings().get("uuid")
+        by_index = nvml.list_gpus()[gpu.index].read_identity_and_settings().get("uuid")
     a, b = (
         torch.randn(PRODUCT, PRODUCT, device=device, dtype=torch.bfloat16) for _ in range(2)
     )  # random: a product of zeros draws less power, and is faster

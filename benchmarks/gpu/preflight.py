@@ -69,7 +69,7 @@ def describe() -> dict[str, object]:
     found: dict[str, object] = {"host": collect_host_facts(), "cuda": torch.cuda.is_available()}
     found["visible"] = os.environ.get("CUDA_VISIBLE_DEVICES")
     nvml = Nvml()
-    found |= {"driver": nvml.driver(), "nvml": None, "nvml_reason": nvml.reason}
+    found |= {"driver": nvml.read_driver_versions(), "nvml": None, "nvml_reason": nvml.reason}
     if not found["cuda"]:
         return found
     properties = torch.cuda.get_device_properties(0)

@@ -51,4 +51,4 @@ if __name__ == "__main__":
     forkserver.import_entry_functions = lambda: ENTRIES
     if "cannot-fork" in sys.argv:
         os.fork = refuse
-    forkserver._Server(socket.socket(fileno=int(sys.argv[1]))).run()
+    forkserver._Server(socket.socket(fileno=int(sys.argv[1]))).handle_events()

@@ -35,8 +35,8 @@ other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
 waits, begun_s = CoreWaits(), time.monotonic()
 waits.begin_span()
 let_end = globals()[sys.argv[1]]()
-waits.end()
-print(json.dumps([waits.longest_wait_s, time.monotonic() - begun_s]))
+waits.end_span()
+print(json.dumps([waits.longest_core_wait_s, time.monotonic() - begun_s]))
 other.kill()
 if let_end:
     let_end()
@@ -69,9 +69,9 @@ def test_a_process_waits_for_a_core_where_it_could_compute(does, least, most):
 def test_spans_add_up_and_nothing_is_said_where_nothing_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(core_waits, "TASKS", str(tmp_path))
     waits = CoreWaits()
-    waits.end()  # a clock that was started by nobody who counts
+    waits.end_span()  # a clock that was started by nobody who counts
     for before, after in ((0, 10**9), (5 * 10**9, 7 * 10**9)):
-        for waited_ns, act in ((before, waits.begin_span), (after, waits.end)):
+        for waited_ns, act in ((before, waits.begin_span), (after, waits.end_span)):
             for thread, ns in (("1", waited_ns), ("2", waited_ns // 2)):
                 (tmp_path / thread).mkdir(exist_ok=True)
                 (tmp_path / thread / "schedstat").write_text(f"5 {ns} 1\n")
@@ -81,7 +81,7 @@ def test_spans_add_up_and_nothing_is_said_where_nothing_is_counted(tmp_path, mon
         path.write_text("0 0 0\n")
     silent = CoreWaits()
     silent.begin_span()
-    silent.end()
+    silent.end_span()
     assert silent.longest_core_wait_s is None
 
 

@@ -291,7 +291,7 @@ def test_the_sampler_is_told_the_gpus_of_the_cells_own_workers(
     job = SimpleNamespace(
         threads=1, n_nodes=1, use_cuda=cuda, is_in_block=False, origin_s=0.0,
         folder=RunFolder(tmp_path),
-        to_json=lambda: "{}", list_ranks=lambda node: ranks,
+        to_json=lambda: "{}", list_ranks_on_node=lambda node: ranks,
     )  # fmt: skip
     with pytest.raises(InterruptedError):
         agent.run_node_processes(job, 0)

@@ -715,13 +715,13 @@ def job_with(
 
 def test_a_worker_knows_how_many_are_on_its_node(tmp_path):
     job = replace(job_with(tmp_path, [None] * 5), workers_per_node=3)
-    assert [job.count_workers_on_node(rank) for rank in range(5)] == [3, 3, 3, 2, 2]
+    assert [job.count_workers_on_node_of_rank(rank) for rank in range(5)] == [3, 3, 3, 2, 2]
 
 
 def test_ranks_and_nodes_where_the_last_node_has_fewer(tmp_path):
     job = replace(job_with(tmp_path, [None] * 6), workers_per_node=4)
-    assert [list(job.list_ranks(node)) for node in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
-    assert [job.compute_node(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
+    assert [list(job.list_ranks_on_node(node)) for node in (0, 1)] == [[0, 1, 2, 3], [4, 5]]
+    assert [job.get_node_of_rank(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
     assert (job.n_nodes, job.workers_per_node) == (2, 4)
     assert Job.from_json(job.to_json()) == job
 
@@ -1077,7 +1077,7 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
     clock = SimpleNamespace(time=lambda: 1e9, monotonic=lambda: 500.0)
     monkeypatch.setattr(job_module, "time", clock)
     job = replace(job_with(tmp_path, [None]), origin_unix_s=1e9 + ahead_s - 20)
-    there = job.for_another_node(15, tmp_path / "own")
+    there = job.make_copy_for_node(15, tmp_path / "own")
     assert (there.folder.path, there.folder.node_local_dir) == (job.folder.path, tmp_path / "own")
     assert there.elapsed_s == (20 if ahead_s == 0 else 15)
     assert there.deadline_s - there.origin_s == job.time_limit_s

@@ -31,7 +31,7 @@ def test_epochs_and_steps_add_up_and_time_between_epochs_is_not_counted(now):
             now.ms += ms
             clock.mark_step_end()
         now.ms += tail_ms
-        clock.end()
+        clock.end_epoch()
         now.ms += 1000  # an evaluation
     assert clock.step_ms == [10, 20, 30, 5, 15]
     assert clock.epoch_times_s == pytest.approx([0.064, 0.020])
@@ -49,13 +49,13 @@ def test_a_workers_own_time_of_a_step_is_of_the_phases_in_which_it_waits_for_no_
                 clock.mark_phase_end(phase)
             now.ms += 9
             clock.mark_step_end()
-        clock.end()
+        clock.end_epoch()
     own = [3 + epoch + step for epoch in range(3) for step in range(60)]
     assert clock.step_without_waits_ms == own[-128:]
     other = StepClock("cpu")
     other.begin_epoch()
     other.mark_step_end()
-    other.end()
+    other.end_epoch()
     assert other.step_without_waits_ms == []
 
 
@@ -63,7 +63,7 @@ def test_an_epoch_without_steps_counts_its_wall_clock(now):
     clock = StepClock("cpu")
     clock.begin_epoch()
     now.ms += 7
-    clock.end()
+    clock.end_epoch()
     assert clock.train_time_s == pytest.approx(0.007)
     assert clock.step_ms == []
 
@@ -80,7 +80,7 @@ def test_marks_split_a_step_and_the_rest_is_other(now):
             clock.mark_phase_end("rare")  # the mean is over the steps that have it
         now.ms += 4
         clock.mark_step_end()
-    clock.end()
+    clock.end_epoch()
     means_ms = {"forward": 3, "server_wait": 3, "backward": 11, "other": 4, "rare": 8}
     assert clock.phase_means_ms == means_ms
     assert clock.step_ms == [16, 34]
@@ -91,11 +91,11 @@ def test_an_unfinished_step_belongs_to_no_step(now):
     clock.begin_epoch()
     now.ms += 3
     clock.mark_phase_end("forward")
-    clock.end()
+    clock.end_epoch()
     clock.begin_epoch()
     now.ms += 5
     clock.mark_step_end()
-    clock.end()
+    clock.end_epoch()
     assert clock.step_ms == [5]
     assert clock.phase_means_ms == {}
 
@@ -103,7 +103,7 @@ def test_an_unfinished_step_belongs_to_no_step(now):
 def test_wrong_order_and_unknown_devices_are_refused():
     clock = StepClock("cpu")
     with pytest.raises(RuntimeError, match="no epoch"):
-        clock.end()
+        clock.end_epoch()
     clock.begin_epoch()
     with pytest.raises(RuntimeError, match="has not ended"):
         clock.begin_epoch()
@@ -129,7 +129,7 @@ def test_real_steps_on_a_cpu_are_within_the_epoch():
         for _ in range(3):
             time.sleep(0.005)
             clock.mark_step_end()
-        clock.end()
+        clock.end_epoch()
         time.sleep(0.05)
     elapsed_s = time.perf_counter() - begun
     assert len(clock.step_ms) == 6
@@ -230,7 +230,7 @@ def test_the_heartbeat_goes_on_while_a_device_catches_up_with_its_steps(gpu):
     for _ in range(5):
         gpu.ms += 1.0
         clock.mark_step_end()
-    clock.end()
+    clock.end_epoch()
     assert alive == [3.0, 4.0, 5.0]
     assert clock.step_ms == [1.0] * 5
 
@@ -245,7 +245,7 @@ def test_cuda_steps_come_from_events_and_only_the_ends_synchronise(gpu):
             gpu.ms += 1
             clock.mark_step_end()
         assert gpu.synchronised % 2 == 1
-        clock.end()
+        clock.end_epoch()
     assert gpu.synchronised == 4
     assert clock.step_ms == [4, 5, 4, 5]
     assert clock.phase_means_ms == {"forward": 3.5, "other": 1}
@@ -271,7 +271,7 @@ def test_the_hosts_time_is_the_shortest_in_which_it_issued_one_of_an_epochs_firs
                 each.mark_step_end()
         assert gpu.synchronised == synchronised
         for each in (clock, on_cpu):
-            each.end()
+            each.end_epoch()
         now.ms += 1
         assert clock.shortest_step_issue_ms == shortest_ms
     assert on_cpu.shortest_step_issue_ms is None
@@ -291,7 +291,7 @@ def test_cuda_events_do_not_pile_up_in_a_long_epoch(gpu, monkeypatch, behind_ms,
         gpu.done_ms = gpu.ms - behind_ms
         clock.mark_step_end()
     assert gpu.synchronised == 1
-    clock.end()
+    clock.end_epoch()
     assert clock.step_ms == [1 + i % 3 for i in range(200)]
     assert clock.phase_means_ms == {"forward": pytest.approx(0.995), "backward": 1, "other": 0}
     assert gpu.events_made <= most + 5

@@ -65,7 +65,7 @@ def noted(tmp_path, *looks: Nvml) -> list[dict[str, Any]] | None:
     out = tmp_path / "foreign_processes.json"
     watch = ForeignProcessWatch(out, [], os.getpid())
     for t_s, nvml in enumerate(looks):
-        watch._gpus = [nvml.gpus()[1]]
+        watch._gpus = [nvml.list_gpus()[1]]
         watch.poll_gpus(float(t_s))
     watch.write_foreign_processes()
     return json.loads(out.read_text()) if out.exists() else None
@@ -117,7 +117,7 @@ def test_who_else_uses_the_gpu_of_a_worker_out_of_memory(
     held = {worker if p == "worker" else p: int(n * GIB) for p, n in computing.items()}
     nvml = nvml_with(held, nvmlDeviceGetMemoryInfo=memory(used))
     own_bytes = None if allocated is None else int(allocated * GIB)
-    found = find_other_gpu_users(nvml.gpus()[0], os.getpid(), worker, own_bytes)
+    found = find_other_gpu_users(nvml.list_gpus()[0], os.getpid(), worker, own_bytes)
     if pids is None:
         assert found is None
         return

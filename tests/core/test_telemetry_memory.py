@@ -29,10 +29,10 @@ earlier = torch.ones(400 << 18)
 del earlier
 meter = MemoryMeter("cpu")
 meter.start()
-first = meter.read()
+first = meter.read_memory_since_start()
 block = torch.ones(200 << 18)
 del block
-print(json.dumps([first, meter.read()]))
+print(json.dumps([first, meter.read_memory_since_start()]))
 """
 
 
@@ -62,7 +62,7 @@ def test_without_a_reset_the_method_says_that_the_peak_is_the_lifetimes(monkeypa
     monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "absent" / "clear_refs")
     meter = MemoryMeter("cpu")
     meter.start()
-    figures = meter.read()
+    figures = meter.read_memory_since_start()
     assert figures["method"] == memory.METHOD_LIFETIME
     assert figures["peak_bytes"] >= figures["base_bytes"] > 10 * MIB
 
@@ -72,7 +72,7 @@ def test_without_proc_the_peak_is_maxrss_in_bytes(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_STATUS", tmp_path / "absent" / "status")
     meter = MemoryMeter("cpu")
     meter.start()
-    figures = meter.read()
+    figures = meter.read_memory_since_start()
     assert figures["method"] == memory.METHOD_MAXRSS
     assert figures["peak_bytes"] >= 0.9 * figures["base_bytes"]
     assert 10 * MIB < figures["peak_bytes"] < 1 << 40
@@ -80,7 +80,7 @@ def test_without_proc_the_peak_is_maxrss_in_bytes(monkeypatch, tmp_path):
 
 def test_reading_before_the_start_is_refused():
     with pytest.raises(RuntimeError, match="start"):
-        MemoryMeter("cpu").read()
+        MemoryMeter("cpu").read_memory_since_start()
 
 
 class Properties:
@@ -110,10 +110,10 @@ def cuda(monkeypatch):
 def test_cuda_figures_are_the_allocators_and_nvmls(cuda):
     meter = MemoryMeter("cuda:0", nvml=Nvml(FakeNvml()))
     meter.start()
-    assert meter.read()["peak_bytes"] == 100
+    assert meter.read_memory_since_start()["peak_bytes"] == 100
     cuda["max_memory_allocated"] = 700
     cuda["memory_stats"] = {"requested_bytes.all.current": 90, "requested_bytes.all.peak": 650}
-    assert meter.read() == {
+    assert meter.read_memory_since_start() == {
         "method": "cuda-allocator",
         "base_bytes": 100,
         "peak_bytes": 700,
@@ -130,7 +130,7 @@ def test_an_allocator_that_does_not_know_requests_leaves_them_out(cuda):
     meter = MemoryMeter("cuda:0", nvml=Nvml(FakeNvml()))
     meter.start()
     cuda["memory_stats"] = {"requested_bytes.all.current": 0, "requested_bytes.all.peak": 0}
-    assert not {"requested_peak_bytes", "cublas_bytes"} & set(meter.read())
+    assert not {"requested_peak_bytes", "cublas_bytes"} & set(meter.read_memory_since_start())
 
 
 def test_cublas_workspaces_are_not_in_the_base(cuda, monkeypatch):
@@ -138,13 +138,14 @@ def test_cublas_workspaces_are_not_in_the_base(cuda, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", cleared, raising=False)
     meter = MemoryMeter("cuda:0", nvml=Nvml(FakeNvml()))
     meter.start()
-    assert meter.read()["base_bytes"] == meter.read()["peak_bytes"] == 30
+    figures = meter.read_memory_since_start()
+    assert figures["base_bytes"] == figures["peak_bytes"] == 30
 
 
 def test_cuda_figures_without_nvml_lack_its_figures(cuda):
     meter = MemoryMeter("cuda:0", nvml=Nvml(FakeNvml(failures={"nvmlInit": OSError("no driver")})))
     meter.start()
-    assert not any(name.startswith("nvml") for name in meter.read())
+    assert not any(name.startswith("nvml") for name in meter.read_memory_since_start())
 
 
 def small_model() -> nn.Module:

@@ -12,7 +12,7 @@ from stratbench.telemetry.machine.nvml import Nvml
 
 
 def test_counters_are_in_the_units_of_their_names():
-    counters = Nvml(FakeNvml()).gpus()[0].read_counters()
+    counters = Nvml(FakeNvml()).list_gpus()[0].read_counters()
     assert counters == {
         "gpu_util_pct": 97,
         "mem_bus_util_pct": 41,
@@ -26,7 +26,7 @@ def test_counters_are_in_the_units_of_their_names():
         "nvlink_tx_bytes": 102400,
         "nvlink_rx_bytes": 204800,
     }
-    snapshot = Nvml(FakeNvml()).gpus()[0].measure_pcie_rates()
+    snapshot = Nvml(FakeNvml()).list_gpus()[0].measure_pcie_rates()
     assert snapshot == {"pcie_tx_bytes_per_s": 1_500_000, "pcie_rx_bytes_per_s": 2_500_000}
 
 
@@ -37,7 +37,7 @@ def test_what_a_gpu_does_not_offer_is_absent_and_the_rest_stays():
         "nvmlDeviceGetFieldValues": NotSupported(),
         "nvmlDeviceGetPcieThroughput": NotSupported(),
     }
-    counters = Nvml(FakeNvml(failures=failures)).gpus()[0].read_counters()
+    counters = Nvml(FakeNvml(failures=failures)).list_gpus()[0].read_counters()
     assert counters.keys() == {
         "mem_used_bytes",
         "power_w",
@@ -50,7 +50,7 @@ def test_what_a_gpu_does_not_offer_is_absent_and_the_rest_stays():
 
 def test_a_lost_gpu_answers_nothing_and_raises_nothing():
     library = FakeNvml()
-    gpu = Nvml(library).gpus()[0]
+    gpu = Nvml(library).list_gpus()[0]
     names = [name for name in dir(FakeNvml) if name.startswith("_nvmlDevice")]
     library._failures = {name[1:]: GpuIsLost() for name in names} | {
         name: GpuIsLost() for name in library._answers
@@ -63,12 +63,12 @@ def test_a_lost_gpu_answers_nothing_and_raises_nothing():
 
 def test_free_clocks_are_an_empty_text_and_an_unknown_state_is_absent():
     free = FakeNvml(answers={"nvmlDeviceGetCurrentClocksEventReasons": 0})
-    assert Nvml(free).gpus()[0].read_counters()["throttle"] == ""
+    assert Nvml(free).list_gpus()[0].read_counters()["throttle"] == ""
     neither = (
         "nvmlDeviceGetCurrentClocksEventReasons",
         "nvmlDeviceGetCurrentClocksThrottleReasons",
     )
-    assert "throttle" not in Nvml(FakeNvml(missing=neither)).gpus()[0].read_counters()
+    assert "throttle" not in Nvml(FakeNvml(missing=neither)).list_gpus()[0].read_counters()
 
 
 def test_older_drivers_throttle_reasons_are_read_by_their_older_name():
@@ -76,7 +76,7 @@ def test_older_drivers_throttle_reasons_are_read_by_their_older_name():
         missing=("nvmlDeviceGetCurrentClocksEventReasons",),
         answers={"nvmlDeviceGetCurrentClocksThrottleReasons": 0x20},
     )
-    assert Nvml(library).gpus()[0].read_counters()["throttle"] == "sw_thermal_slowdown"
+    assert Nvml(library).list_gpus()[0].read_counters()["throttle"] == "sw_thermal_slowdown"
 
 
 def test_a_counter_of_pcie_that_wraps_between_two_samples_is_none():
@@ -85,14 +85,14 @@ def test_a_counter_of_pcie_that_wraps_between_two_samples_is_none():
 
     for kind, known in ((3, True), (1, False)):  # of 64 bits, and of 32
         library = FakeNvml(answers={"nvmlDeviceGetFieldValues": [field(9, kind)] * 4})
-        counters = Nvml(library).gpus()[0].read_counters()
+        counters = Nvml(library).list_gpus()[0].read_counters()
         assert counters.get("pcie_tx_bytes") == (9 if known else None)
         assert "nvmlDeviceGetPcieThroughput" not in library.calls  # it blocks
 
 
 def test_static_facts_identify_the_gpu():
     nvml = Nvml(FakeNvml(gpus=2))
-    assert nvml.gpus()[1].read_identity_and_settings() == {
+    assert nvml.list_gpus()[1].read_identity_and_settings() == {
         "index": 1,
         "name": "NVIDIA A100-SXM4-80GB",
         "uuid": UUIDS[1],
@@ -106,7 +106,7 @@ def test_static_facts_identify_the_gpu():
         "pcie_width": 16,
         "nvlinks_active": 10,
     }
-    assert nvml.driver() == {"driver_version": "550.54.15", "cuda_driver_version": "12.4"}
+    assert nvml.read_driver_versions() == {"driver_version": "550.54.15", "cuda_driver_version": "12.4"}
     assert nvml.list_gpu_pair_paths() == [{"gpus": [0, 1], "path": "PXB"}]
 
 
@@ -149,7 +149,7 @@ def test_what_a_name_in_cuda_visible_devices_stands_for(name, mig, expected):
 
 
 def test_memory_of_this_process(monkeypatch):
-    gpu = Nvml(FakeNvml()).gpus()[0]
+    gpu = Nvml(FakeNvml()).list_gpus()[0]
     assert list(gpu.read_process_memory_bytes()) == [4242]
     assert gpu.read_process_used_bytes() is None
     monkeypatch.setattr("os.getpid", lambda: 4242)
@@ -164,13 +164,13 @@ def test_memory_info_falls_back_to_its_first_version():
                 return lambda handle: SimpleNamespace(total=10, used=7)
             return super().__getattr__(name)
 
-    assert Nvml(OnlyFirst()).gpus()[0].read_used_bytes() == 7
+    assert Nvml(OnlyFirst()).list_gpus()[0].read_used_bytes() == 7
 
 
 def test_without_a_driver_there_are_no_gpus_and_a_reason():
     nvml = Nvml(FakeNvml(failures={"nvmlInit": NVMLError("Driver Not Loaded")}))
-    assert nvml.gpus() == []
-    assert nvml.driver() == {}
+    assert nvml.list_gpus() == []
+    assert nvml.read_driver_versions() == {}
     assert nvml.list_gpu_pair_paths() == []
     assert "Driver Not Loaded" in nvml.reason
 
@@ -178,5 +178,5 @@ def test_without_a_driver_there_are_no_gpus_and_a_reason():
 def test_without_the_library_there_are_no_gpus_and_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     nvml = Nvml()
-    assert nvml.gpus() == []
+    assert nvml.list_gpus() == []
     assert "pynvml" in nvml.reason

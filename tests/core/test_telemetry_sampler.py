@@ -246,7 +246,7 @@ def sampled_with(
         stop,
         wake,
         text,
-        gpus or Nvml(library).gpus(),
+        gpus or Nvml(library).list_gpus(),
         CellProcesses(None),
         foreign_processes,
         parent_pid=os.getppid(),
@@ -259,7 +259,7 @@ def sampled_with(
 
 def test_strangers_are_looked_for_once_in_two_samples():
     looks = []
-    watch = SimpleNamespace(poll_gpus=looks.append, write_file=lambda: None)
+    watch = SimpleNamespace(poll_gpus=looks.append, write_foreign_processes=lambda: None)
     rows = sampled_with(FakeNvml(gpus=1), 6, foreign_processes=watch)
     times_s = [float(row["t_s"]) for row in rows if row["kind"] == "host"]
     assert 2 <= len(looks) < len(times_s)
@@ -300,7 +300,7 @@ def test_a_sample_has_the_time_of_its_energy_whatever_other_gpus_take(monkeypatc
             return asked
 
     library = Slow(gpus=8)
-    known = Nvml(library).gpus()
+    known = Nvml(library).list_gpus()
     origin_s = now.s
     rows = [row for row in sampled_with(library, 11, gpus=known) if row["kind"] == "gpu"]
     assert len(rows) == 8 * 12

@@ -88,8 +88,9 @@ class ClusterWorkflow(Workflow):
             logs = tuple(f"/logs/{name}/" for name in experiments)
             self.change_code(
                 "workflow/stratbench/train/forkserver.py",
-                "shared = _find_shared_address() if may_share else None",
-                f"shared = _find_shared_address() if any(x in ' '.join(sys.argv) for x in {logs}) else None",
+                "shared = _find_shared_server_address() if may_share else None",
+                "shared = _find_shared_server_address() "
+                f"if any(x in ' '.join(sys.argv) for x in {logs}) else None",
             )
         self._warm.symlink_to(warm[FOLDER_VARIABLE])
 

@@ -32,10 +32,10 @@ _evaluate = evaluate_test_set
 
 
 def evaluate_test_set(strategy, *rest, **more):
-    from stratbench.telemetry.provenance import hash_state
+    from stratbench.telemetry.provenance import hash_state_dict
 
     with strategy.open_evaluation_model() as model:
-        print("weights", hash_state(model.state_dict()), flush=True)
+        print("weights", hash_state_dict(model.state_dict()), flush=True)
     return _evaluate(strategy, *rest, **more)
 """
 WAIT = "                arrived.synchronize()\n"

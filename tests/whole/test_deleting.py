@@ -255,13 +255,13 @@ import json, sys
 from datetime import datetime
 from types import SimpleNamespace
 from stratbench.train import assemble, job
-from stratbench.train.ending import Ending
+from stratbench.train.ending import CellEnding
 job.time = SimpleNamespace(monotonic=lambda: 100.0)
 assemble.datetime = SimpleNamespace(
     now=lambda zone: datetime.fromtimestamp(100, zone), fromtimestamp=datetime.fromtimestamp
 )
 assemble.read_git_state = lambda root: {}
-print(json.dumps(assemble.make_record(job.Job.from_json(sys.argv[1]), Ending("ok", None))))
+print(json.dumps(assemble.make_record(job.Job.from_json(sys.argv[1]), CellEnding("ok", None))))
 """
 
 

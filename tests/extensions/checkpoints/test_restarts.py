@@ -122,15 +122,15 @@ def test_a_clock_goes_on_with_an_epoch() -> None:
     one = StepClock(CPU)
     one.begin_epoch()
     one.mark_step_end()
-    one.end()
+    one.end_epoch()
     history = one.export_measured_times()
     one.begin_epoch()
-    one.end()
+    one.end_epoch()
     other = StepClock(CPU)
     other.load_measured_times(history)
     other.begin_epoch(continues_epoch=True)
     other.mark_step_end()
-    other.end()
+    other.end_epoch()
     assert len(other.step_ms) == 2
     assert len(other.epoch_times_s) == len(other.epoch_starts_s) == 1
     assert other.epoch_times_s[0] > history["epoch_times_s"][0]
@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
         clock.begin_epoch()
         clock.mark_step_end()
         clock.mark_step_end()
-        clock.end()
+        clock.end_epoch()
         keeper.act_after_step(step, [])
     assert keeper.end("ok", chosen=True)["checkpoints"]["count"] == 2
     assert checkpoints.list_checkpoint_steps(folder) == {4}

@@ -399,7 +399,7 @@ def test_a_collective_that_is_not_known_ends_no_training(monkeypatch):
     monkeypatch.setattr(collective_count, "detect_collective", raising)
     with CollectiveCount() as count:
         assert float(torch.ones(2).sum()) == 2
-    assert math.isnan(count.count_wire_bytes(2))
+    assert math.isnan(count.count_sent_bytes(2))
 
 
 def raising(*_: Any) -> None:

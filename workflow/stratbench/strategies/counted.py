@@ -39,7 +39,7 @@ class Counted(collective.Collective):
 
         with CollectiveCount() as count:
             loss = super().step(x, y)
-        self._sent_bytes = count.count_wire_bytes(self.worker.world_size)
+        self._sent_bytes = count.count_sent_bytes(self.worker.world_size)
         self._counts_step = self.warms_up
         return loss
 

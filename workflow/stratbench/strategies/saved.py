@@ -37,7 +37,7 @@ class _HostCopy(NamedTuple):
 class SavedState:
     """Copy in host memory of a training's state: tensors, an optimizer's state and other objects' states.
 
-    `put_back` makes the originals equal to the copies again, bit for bit.
+    `restore_into` makes the originals equal to the copies again, bit for bit.
     """
 
     def __init__(

@@ -42,17 +42,17 @@ def synchronise(device: torch.device) -> None:
 class StepClock:
     """Times training epochs and their steps on one device.
 
-    The caller calls `begin_epoch()`, `mark_step_end()` after each step, and `end()`. Only `begin_epoch` and
-    `end` synchronise the device. On a CPU a mark reads the monotonic clock. On CUDA a mark records an event
-    in the current stream, which `end` reads. A step's time is then the time between two
-    events on the device, including waits for the host.
+    The caller calls `begin_epoch()`, `mark_step_end()` after each step, and `end_epoch()`. Only `begin_epoch`
+    and `end_epoch` synchronise the device. On a CPU a mark reads the monotonic clock. On CUDA a mark records
+    an event in the current stream, which `end_epoch` reads. A step's time is then the time between two events
+    on the device, including waits for the host.
 
     `mark_phase_end(name)` ends the phase `name` of the current step, which began at the preceding mark. The
     time between a step's last phase and its end is the phase `other`. On CUDA, phases are times of the
     current stream: a collective on its own stream counts only if the current stream waits for it.
 
     `begin_epoch` leaves a CUDA device idle, so that the host need not wait for space in the device's queue.
-    The time in which the host queues the next steps is then its own (`shortest_issue_ms`).
+    The time in which the host queues the next steps is then its own (`shortest_step_issue_ms`).
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class StepClock:
         self._stamps.append(self._record_cuda_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(self._label_of.get(phase) or self._add_phase_label(phase))
 
-    def end(self) -> None:
+    def end_epoch(self) -> None:
         """Stop the epoch's clock after waiting for the device, and compute the epoch's step times."""
         if not self._running:
             raise RuntimeError("StepClock.end_epoch: no epoch has begun; call begin_epoch() first")
@@ -140,7 +140,7 @@ class StepClock:
             self._wait_for_each_step(self._heartbeat)
         synchronise(self.device)
         elapsed_ns = time.perf_counter_ns() - self._begun_ns
-        self.core_waits.end()
+        self.core_waits.end_span()
         self._running = False
         if self._goes_on:
             self._epoch_times_s[-1] += elapsed_ns / 1e9
@@ -202,7 +202,7 @@ class StepClock:
     def export_measured_times(self) -> dict[str, Any]:
         """Return the measured times of all ended epochs as values for JSON.
 
-        `load_history` loads these values.
+        `load_measured_times` loads these values.
         """
         return {
             "epoch_starts_s": self.epoch_starts_s,

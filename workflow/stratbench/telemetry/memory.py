@@ -33,7 +33,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
-    """Measures the peak memory of this process on one device between `start()` and `read()`.
+    """Measures the peak memory that this process uses on one device after a call of `start`.
 
     It must be created before the model, since on a CPU the memory in use at its creation is not the
     training's. It must be started after the warm-up. The base then has libraries, weights, optimizer state
@@ -64,7 +64,7 @@ class MemoryMeter:
         self._method = _reset_peak_resident_memory()
         self._base_bytes = _read_resident_bytes()
 
-    def read(self) -> dict[str, int | str]:
+    def read_memory_since_start(self) -> dict[str, int | str]:
         """Return the peak memory since `start()` and related values in bytes, as far as available.
 
         It must be called outside of the timed training: it frees cuBLAS's workspaces, which the next matrix
@@ -197,7 +197,7 @@ def _reset_peak_resident_memory() -> str:
     and on systems without /proc.
 
     Returns:
-        Name of the method by which `read` can then measure the peak.
+        Name of the method by which `read_memory_since_start` can then measure the peak.
     """
     try:
         _CLEAR_REFS.write_text("5", encoding="utf-8")

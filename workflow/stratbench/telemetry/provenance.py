@@ -152,7 +152,7 @@ def _collect_gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
     facts: dict[str, Any] = {"gpu": gpu}
     if nvml.reason:
         facts["nvml_reason"] = nvml.reason
-    if driver := nvml.driver():
+    if driver := nvml.read_driver_versions():
         facts["driver"] = driver
     if topology := nvml.list_gpu_pair_paths():
         facts["topology"] = topology

@@ -230,7 +230,7 @@ class Host:
         psutil.cpu_percent(percpu=True)
         self._asked_s = time.monotonic()
 
-    def sample(self) -> dict[str, Any]:
+    def sample_node(self) -> dict[str, Any]:
         """Return a timeline row with the node's load, memory and use of cores.
 
         The row has no use of cores if the previous sample is too recent.
@@ -304,7 +304,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.foreign_processes, gpus, options.parent_pid
     )
     try:
-        # `sample_until` writes each sample at once, so that only whole rows remain if the sampler is killed.
+        # `write_samples_until_stop` writes each sample at once. So only whole rows remain if the sampler is
+        # killed.
         with options.out.open("w", newline="", encoding="utf-8") as file:
             write_samples_until_stop(
                 stop,
@@ -360,7 +361,7 @@ def write_samples_until_stop(
         if watched.read_new_processes():
             _bind_to_cores(allowed_cores - watched.list_bound_cores())
         t_s = round(time.monotonic() - origin_s, 3)
-        rows = [{"t_s": t_s} | row for row in (host.sample(), *watched.sample_processes())]
+        rows = [{"t_s": t_s} | row for row in (host.sample_node(), *watched.sample_processes())]
         pcie_snapshots = in_time and count % _SAMPLES_PER_PCIE_SNAPSHOT == 0
         rows += sample_gpus(gpus, origin_s, pcie_snapshots)
         file.write(_format_samples_as_csv({"node": node} | row for row in rows))
@@ -404,7 +405,7 @@ def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> l
     """
     rows = []
     for gpu in gpus:
-        name = gpu.uuid() if gpu.index is None else gpu.index
+        name = gpu.read_uuid() if gpu.index is None else gpu.index
         t_s = round(time.monotonic() - origin_s, 3)
         rows.append({"t_s": t_s, "kind": "gpu", "id": name, **gpu.read_counters()})
     if pcie_snapshots:

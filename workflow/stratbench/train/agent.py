@@ -132,7 +132,7 @@ def create_workers(job: Job, node: int, fork_server: Path) -> list[Process]:
     text = job.to_json()
     return [
         Process(fork_server, format_worker_name(rank), "worker", text, rank, local_rank)
-        for local_rank, rank in enumerate(job.list_ranks(node))
+        for local_rank, rank in enumerate(job.list_ranks_on_node(node))
     ]
 
 
@@ -223,7 +223,7 @@ def assign_gpus_to_workers(job: Job, node: int) -> dict[str, str]:
     """
     if not job.use_cuda:
         return {}
-    names = map(format_worker_name, job.list_ranks(node))
+    names = map(format_worker_name, job.list_ranks_on_node(node))
     return dict(zip(names, gpu_locks.list_visible_gpus(), strict=False))
 
 
@@ -344,7 +344,7 @@ def main() -> None:
     try:
         with create_scratch_folder() as local:
             exits = run_node_processes(
-                job.for_another_node(args.spent_s, local), node, args.processes
+                job.make_copy_for_node(args.spent_s, local), node, args.processes
             )
     except Stopped as stopped:
         sys.exit(128 + stopped.signum)

@@ -342,7 +342,7 @@ def build_provenance_entry(job: Job, finished: datetime) -> dict[str, Any]:
         ),
         "busy_at_start": job.folder.read_load_of_other_processes(),
         "gpus": {
-            name: device["gpu"] | {"node": job.compute_node(parse_rank(name))}
+            name: device["gpu"] | {"node": job.get_node_of_rank(parse_rank(name))}
             for name, device in job.folder.read_process_locations().items()
             if "gpu" in device
         },

@@ -55,7 +55,7 @@ def classify_ending(
         exits: How the cell's processes exited.
         oom_kills_before: Result of `count_oom_kills` before the cell started, or None if unknown.
         classify_without_oom: Function that classifies the ending of this kind of cell if memory was no cause.
-            None: `classify_collective`.
+            None: `classify_collective_ending`.
     """
     workers = job.folder.read_worker_results(job.world_size)
     if refused := find_first_reason_with_status(workers, "unsupported"):

@@ -261,7 +261,7 @@ class _Server:
             self._selector.register(source, selectors.EVENT_READ, action)
         self._wake_sender = wake
 
-    def run(self) -> None:
+    def handle_events(self) -> None:
         """Handle events until the process that started this server and all children have ended."""
         while self._has_owner or self._children:
             for key, _ in self._selector.select():
@@ -389,6 +389,6 @@ def find_entry_function(
 
 
 if __name__ == "__main__":
-    _Server(socket.socket(fileno=int(sys.argv[1]))).run()
+    _Server(socket.socket(fileno=int(sys.argv[1]))).handle_events()
     # A normal exit would spend 0.5 s on the clean-up of imported modules.
     os._exit(0)

@@ -40,7 +40,7 @@ def list_visible_gpus() -> list[str]:
     """
     library, visible = nvml.Nvml(), os.environ.get(VARIABLE)
     if visible is None:
-        return [str(gpu.index) for gpu in library.gpus()]
+        return [str(gpu.index) for gpu in library.list_gpus()]
     names: dict[str, str] = {}
     for name in _split_gpu_names(visible):
         identity = _find_gpu_uuid(name, library)

@@ -70,7 +70,7 @@ class Job:
         """Seconds since the start of the cell."""
         return time.monotonic() - self.origin_s
 
-    def for_another_node(self, spent_s: float, local: Path) -> Job:
+    def make_copy_for_node(self, spent_s: float, local: Path) -> Job:
         """Return a copy of the job for this agent's node, with this node's clock and local folder.
 
         The job comes from the launcher's node. If both nodes agree on the date, the start is corrected by the
@@ -101,18 +101,18 @@ class Job:
         """Number of nodes on which the workers run."""
         return -(-self.world_size // self.workers_per_node)
 
-    def list_ranks(self, node: int) -> range:
+    def list_ranks_on_node(self, node: int) -> range:
         """Return the ranks of the workers that run on a node."""
         first = node * self.workers_per_node
         return range(first, min(first + self.workers_per_node, self.world_size))
 
-    def compute_node(self, rank: int) -> int:
+    def get_node_of_rank(self, rank: int) -> int:
         """Return the number of the node on which the worker with this rank runs."""
         return rank // self.workers_per_node
 
-    def count_workers_on_node(self, rank: int) -> int:
+    def count_workers_on_node_of_rank(self, rank: int) -> int:
         """Return how many workers run on the node of the worker with this rank, including it."""
-        return len(self.list_ranks(self.compute_node(rank)))
+        return len(self.list_ranks_on_node(self.get_node_of_rank(rank)))
 
     def to_json(self) -> str:
         """Return the job as JSON, which `from_json` reads."""

@@ -121,7 +121,7 @@ def train(
         strategy.check_equal_collectives()
         # The peak memory of training is read before the first evaluation, which may need more.
         if used is None:
-            used = memory.read()
+            used = memory.read_memory_since_start()
         steps += len(losses)
         loss = average_over_replicas(torch.stack(losses).double().mean(), worker)
         mean_losses = {"training": loss}
@@ -329,7 +329,7 @@ def run_timed_steps(
         clock.mark_phase_end("data")
         losses.append(strategy.step(x, y))
         clock.mark_step_end()
-    clock.end()
+    clock.end_epoch()
     return losses
 
 

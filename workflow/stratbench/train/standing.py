@@ -109,7 +109,7 @@ def write_worker_states(
     now_s = time.monotonic()
     by_name = {p.name: p for p in processes}
     standings = {}
-    for rank in job.list_ranks(node):
+    for rank in job.list_ranks_on_node(node):
         if (name := format_worker_name(rank)) not in by_name:
             # If a command trains, there are no worker processes whose state is known.
             return
@@ -212,7 +212,8 @@ def failed_at_limit_reason(job: Job) -> str | None:
             rank: standings.get(rank) or WorkerState(0, read_worker_phase(job, rank))
             for rank in ranks
         }
-        return f"no step within {limit}; {_format_worker_states(known)} {format_help_address('no step within')}"
+        address = format_help_address("no step within")
+        return f"no step within {limit}; {_format_worker_states(known)} {address}"
     return hang_reason(standings) if len(standings) == job.world_size else None
 
 
@@ -245,9 +246,10 @@ def hang_reason(standings: Mapping[int, WorkerState]) -> str | None:
         return None
     quiet_s = min(s.without_progress_s for s in running.values())
     longest_s = max(s.longest_step_s for s in running.values())
+    address = format_help_address("no worker made progress")
     return (
         f"it hangs: no worker made progress for {quiet_s:.1f} s, and no step before had taken longer than "
-        f"{longest_s:.3g} s; {_format_worker_states(running)} {format_help_address('no worker made progress')}"
+        f"{longest_s:.3g} s; {_format_worker_states(running)} {address}"
     )
 
 

@@ -191,7 +191,7 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     with phases("build"):
         ready = set_up_model(
             s, strategy, data, device, rank,
-            rank=rank, world_size=job.world_size, local_world_size=job.count_workers_on_node(rank),
+            rank=rank, world_size=job.world_size, local_world_size=job.count_workers_on_node_of_rank(rank),
             folder=job.folder, compile_watch=watch, heartbeat=heartbeat, mesh=strategy.mesh(job.world_size),
         )  # fmt: skip
         built, worker = ready.built, ready.worker

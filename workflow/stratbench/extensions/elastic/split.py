@@ -176,7 +176,7 @@ class ElasticSynchronous:
             raise WorkerNotNeeded("the training ended before this worker took a training step")
         return loop.TrainingResult(
             *self._status, self._clock, loop.EpochProgress(None), len(self._clock.step_ms), self._samples,
-            memory.read(),
+            memory.read_memory_since_start(),
         )  # fmt: skip
 
     @property
@@ -411,7 +411,7 @@ class ElasticSynchronous:
         """Stop the clock if it runs, and store the seconds of the last epoch."""
         if self._running:
             self._running = False
-            self._clock.end()
+            self._clock.end_epoch()
             progress.step_seconds_by_epoch[max(progress.losses_by_epoch)] = (
                 self._clock.epoch_times_s[-1]
             )

@@ -46,7 +46,7 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
     }
     foreign_processes = {
         gpu.index: [p for p in gpu.read_process_memory_bytes() if not is_mps_server(p)]
-        for gpu in (nvml or Nvml()).gpus()
+        for gpu in (nvml or Nvml()).list_gpus()
     }
     if any(foreign_processes.values()):
         facts["other_gpu_processes"] = {

@@ -9,7 +9,7 @@ TASKS = "/proc/self/task"
 
 
 class CoreWaits:
-    """Sum, per thread, of the waits for a CPU core in all spans from `begin_span` to `end`."""
+    """Sum, per thread, of the waits for a CPU core in all spans from `begin_span` to `end_span`."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] | None = None
@@ -20,7 +20,7 @@ class CoreWaits:
         """Start a span in which waits for a core are counted. This takes about 15 µs per thread."""
         self._before = read_core_waits_ns()
 
-    def end(self) -> None:
+    def end_span(self) -> None:
         """End the span in which waits are counted, if one has begun."""
         before, self._before = self._before, None
         if not before:

@@ -34,7 +34,7 @@ def identify_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
 
 
 def find_worker_gpu(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
-    """Return the GPU that `locate_gpu` described, or None if NVML does not know it."""
+    """Return the GPU with this index or UUID, or None if NVML does not know it."""
     return nvml.find_gpu_by_name(str(gpu.get("uuid", gpu.get("index", ""))))
 
 
@@ -103,7 +103,7 @@ class ForeignProcessWatch:
                 continue
             for pid in filter(self._foreign.get, held_bytes):
                 entry = self._found.setdefault(
-                    (gpu.uuid() if gpu.index is None else gpu.index, pid),
+                    (gpu.read_uuid() if gpu.index is None else gpu.index, pid),
                     {"gpu": gpu.index, "pid": pid, "bytes": None, "first_s": t_s},
                 )
                 entry["bytes"] = max(entry["bytes"] or 0, held_bytes[pid] or 0) or None

@@ -56,7 +56,7 @@ class Nvml:
             self._library = None
             self.reason = f"{type(error).__name__}: {error}"
 
-    def gpus(self) -> list[Gpu]:
+    def list_gpus(self) -> list[Gpu]:
         """Return all GPUs of this node in NVML's (PCI) order, regardless of CUDA_VISIBLE_DEVICES."""
         count = self.call_function("nvmlDeviceGetCount") or 0
         handles = ((i, self.call_function("nvmlDeviceGetHandleByIndex", i)) for i in range(count))
@@ -95,10 +95,12 @@ class Nvml:
         """
         if not name:
             return None
-        gpus = self.gpus()
+        gpus = self.list_gpus()
         if name.isdecimal():
-            return next((gpu.uuid() or name for gpu in gpus if gpu.index == int(name)), None)
-        uuids = [each.uuid() or "" for gpu in gpus for each in (gpu, *gpu.list_mig_instances())]
+            return next((gpu.read_uuid() or name for gpu in gpus if gpu.index == int(name)), None)
+        uuids = [
+            each.read_uuid() or "" for gpu in gpus for each in (gpu, *gpu.list_mig_instances())
+        ]
         fitting = [uuid for uuid in uuids if uuid.startswith(name)]
         return fitting[0] if len(fitting) == 1 else None
 
@@ -106,7 +108,7 @@ class Nvml:
         """Return the GPU or MIG instance that an entry of CUDA_VISIBLE_DEVICES names, or None."""
         return self.find_gpu_by_uuid(self.find_gpu_uuid(name))
 
-    def driver(self) -> dict[str, str]:
+    def read_driver_versions(self) -> dict[str, str]:
         """Return the versions of the GPU driver and of the newest CUDA that it supports.
 
         The keys are `driver_version` and `cuda_driver_version`; the latter is major.minor.
@@ -122,7 +124,7 @@ class Nvml:
 
         The paths have the names of `nvidia-smi topo -m`. `Gpu.read_identity_and_settings()` has the NVLinks.
         """
-        gpus = self.gpus()
+        gpus = self.list_gpus()
         pairs = []
         for position, one in enumerate(gpus):
             for other in gpus[position + 1 :]:
@@ -190,7 +192,7 @@ class Gpu:
             ),
         )
 
-    def uuid(self) -> str | None:
+    def read_uuid(self) -> str | None:
         """Return the UUID of the GPU (`GPU-...`) or MIG instance (`MIG-...`)."""
         return _decode_text(self._call_function("nvmlDeviceGetUUID"))
 
@@ -209,7 +211,7 @@ class Gpu:
         return _drop_none_values(
             index=self.index,
             name=_decode_text(self._call_function("nvmlDeviceGetName")),
-            uuid=self.uuid(),
+            uuid=self.read_uuid(),
             pci_bus_id=_decode_text(
                 getattr(self._call_function("nvmlDeviceGetPciInfo"), "busId", None)
             ),

@@ -218,7 +218,7 @@ class Runner:
 
     def read_training_phases(self, job: Job, node: int) -> list[PhaseInterval]:
         """Return the time intervals in which the workers of a node trained."""
-        return read_training_phases(job, job.list_ranks(node))
+        return read_training_phases(job, job.list_ranks_on_node(node))
 
     def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
