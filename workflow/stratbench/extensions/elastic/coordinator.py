@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from stratbench.extensions.elastic.accounts.history import (
     EpochTotals,
@@ -82,6 +82,13 @@ class GroupMember:
     steps_taken: int = 0
 
 
+class NewestCheckpoint(NamedTuple):
+    """Number of training steps of the newest checkpoint, and the results of epochs in it."""
+
+    step: int
+    epoch_entries: list[dict[str, Any]]
+
+
 class Coordinator:
     """Admits the workers of one cell as members, and decides which of them train together."""
 
@@ -91,7 +98,7 @@ class Coordinator:
         listeners: Listeners,
         places: int,
         steps_per_epoch: int,
-        checkpoint: Callable[[], tuple[int, list[dict[str, Any]]] | None],
+        find_checkpoint: Callable[[], NewestCheckpoint | None],
         epochs_done: int,
         on_epoch: Callable[[dict[str, Any]], None],
         ends_at: Callable[[float | None], bool],
@@ -103,14 +110,13 @@ class Coordinator:
             listeners: Sockets on which members connect.
             places: Maximum number of members.
             steps_per_epoch: Steps of an epoch.
-            checkpoint: Returns the number of steps of the newest checkpoint and the results of epochs in
-                it, or None without a checkpoint.
+            find_checkpoint: Returns the newest checkpoint, or None without one.
             epochs_done: Number of completed epochs.
             on_epoch: Stores an epoch's results.
             ends_at: Returns whether an epoch with this score ends the training.
         """
         self._secret, self._listeners, self._places = secret, listeners, places
-        self._checkpoint, self._on_epoch = checkpoint, on_epoch
+        self._find_checkpoint, self._on_epoch = find_checkpoint, on_epoch
         self._epochs_done, self._per_epoch = epochs_done, steps_per_epoch
         self._members: dict[int, GroupMember] = {}
         self._known: set[int] = set()
@@ -413,7 +419,7 @@ class Coordinator:
             )
             return
         ranked = sorted(candidates, key=lambda m: (-m.steps_taken, m.number))
-        checkpoint_step, entries = self._checkpoint() or (0, [])
+        checkpoint_step, entries = self._find_checkpoint() or NewestCheckpoint(0, [])
         load = checkpoint_step > ranked[0].steps_taken
         step = checkpoint_step if load else ranked[0].steps_taken
         for entry in entries if load else []:

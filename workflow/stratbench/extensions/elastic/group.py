@@ -99,7 +99,7 @@ class ElasticGroup:
         Collectives on a GPU raise no error themselves.
         """
         if self.broken:
-            raise RuntimeError("the process group was broken up")
+            raise RuntimeError("the process group was broken up, because another worker was lost")
 
     def break_up_group(self) -> None:
         """Make the main thread's present collective fail. Call this method on another thread."""

@@ -16,7 +16,11 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.checkpoints import checkpoints
-from stratbench.extensions.elastic.coordinator import Coordinator, is_target_score_reached
+from stratbench.extensions.elastic.coordinator import (
+    Coordinator,
+    NewestCheckpoint,
+    is_target_score_reached,
+)
 from stratbench.extensions.elastic.jobs.keeper import (
     NoWorkersError,
     WorkerJobBackend,
@@ -196,17 +200,16 @@ def _wait_for_last_worker_files(coordinator: Coordinator) -> None:
         time.sleep(POLL_S / 4)
 
 
-def find_newest_checkpoint(folder: RunFolder) -> tuple[int, list[dict[str, Any]]] | None:
-    """Return the newest checkpoint's number of steps and epoch results, or None without a checkpoint.
+def find_newest_checkpoint(folder: RunFolder) -> NewestCheckpoint | None:
+    """Return the newest checkpoint of an elastic cell that is not damaged, if any.
 
     Damaged checkpoints are deleted.
     """
     for step in sorted(checkpoints.list_checkpoint_steps(folder.path), reverse=True):
         try:
             with checkpoints.delete_checkpoint_if_damaged(folder.path, step):
-                return step, checkpoints.read_checkpoint_metadata(folder.path, step).get(
-                    "epochs", []
-                )
+                metadata = checkpoints.read_checkpoint_metadata(folder.path, step)
+                return NewestCheckpoint(step, metadata.get("epochs", []))
         except checkpoints.DamagedCheckpoint as error:
             print(error, flush=True)
     return None

@@ -29,7 +29,7 @@ class Unmeasured(LookupError):
     """The links or the size of a collective were not measured. The message names the collective."""
 
 
-class CollectiveTime(NamedTuple):
+class AlgorithmTime(NamedTuple):
     """Seconds of a collective, and the name of its algorithm."""
 
     seconds: float
@@ -64,8 +64,8 @@ class Links:
         largest = self.largest_bytes_by_kind.get(kind, RATE_RULES_BYTES)
         if n_bytes > MAX_LARGER * largest and largest < RATE_RULES_BYTES:
             raise Unmeasured(
-                f"{kind} was measured up to {format_bytes(largest)} with {self.library}, and a step sends "
-                f"{format_bytes(n_bytes)} at once: run `links` again with larger tensors"
+                f"the collective {kind} was measured up to {format_bytes(largest)} with {self.library}, but "
+                f"a step sends {format_bytes(n_bytes)} at once: run `links` again with larger tensors"
             )
 
     def get_links_by_level(self, kind: str) -> Mapping[Level, LinkModel]:
@@ -73,7 +73,7 @@ class Links:
 
     def compute_collective_time(
         self, call: CollectiveCall, layout: LinkLayout, samples: int = 0
-    ) -> CollectiveTime:
+    ) -> AlgorithmTime:
         """Return the time of a collective.
 
         Its algorithm is that of the fit, or the fastest one.
@@ -90,7 +90,7 @@ class Links:
         n_bytes = call.n_bytes + samples * call.bytes_per_sample
         layout, groups_per_link = _get_group_layout(layout, call)
         if layout.workers == 1:
-            return CollectiveTime(0.0, "none")
+            return AlgorithmTime(0.0, "none")
         self.check_measured_size(call.collective_name, n_bytes)
         links = self.get_links_by_level(call.collective_name)
         levels: list[Level] = ["within"] if layout.workers_per_node > 1 else []
@@ -99,7 +99,7 @@ class Links:
             if level in links:
                 continue
             raise Unmeasured(
-                f"{call.collective_name} {level} nodes was not measured with {self.library}: "
+                f"{call.collective_name} was not measured {level} nodes with {self.library}: "
                 f"run `links` on {layout.nodes} nodes with {layout.workers_per_node} workers each"
             )
         # A level without measured links is not used here, so that its time is 0.
@@ -110,7 +110,7 @@ class Links:
         links["between"] = replace(links["between"], bytes_per_s=shared)
         name = self.algorithm_by_kind.get(call.collective_name, FASTEST)
         return min(
-            CollectiveTime(
+            AlgorithmTime(
                 a(call.collective_name, n_bytes, layout).compute_seconds(links), a.__name__
             )
             for a in get_algorithms_by_name(name, self.library, call.collective_name)

@@ -165,7 +165,7 @@ class ModeTimes:
         )
 
     def compute_mode_time_ratio(self, mode: str, other_mode: str) -> IntervalEstimate:
-        """Return the ratio of a training's mean times in two modes, with a 95 % interval.
+        """Return the ratio of mean times in two modes, with a 95 % interval.
 
         Both modes have the same submission times.
         """

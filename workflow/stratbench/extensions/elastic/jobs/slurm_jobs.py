@@ -68,7 +68,7 @@ class SlurmJobs(WorkerJobBackend):
         done = run_slurm_command(command, self.make_job_script(worker_number))
         if done is None:
             self._is_unacknowledged.add(worker_number)
-            raise SubmissionRefused(f"sbatch did not answer in {TIMEOUT_S:g} s", "silence")
+            raise SubmissionRefused(f"sbatch did not answer within {TIMEOUT_S:g} s", "silence")
         if done.returncode != 0:
             reason = submission.join_error_lines(done.stderr)
             kind = submission.classify_refusal(reason)

@@ -113,7 +113,7 @@ class ReturningChannel:
                     raise
                 if time.monotonic() - heard > self._silence_s:
                     raise ServerLost(
-                        f"no server answered for {self._silence_s:g} s: {error}"
+                        f"no parameter server answered for {self._silence_s:g} s: {error}"
                     ) from None
                 self._leave_requested.wait(_RETRY_S)
         self.left = True

@@ -21,10 +21,12 @@ def parse_score_message(message: Any) -> dict[str, float | None]:
         ProtocolError: If the message is malformed.
     """
     if not isinstance(message, dict) or set(message) != set(_FIGURES):
-        raise ProtocolError(f"malformed SCORE: {message!r:.100}")
+        raise ProtocolError(f"malformed SCORE message: {message!r:.100}")
     for value in message.values():
         if value is not None and (type(value) is not float or not math.isfinite(value)):
-            raise ProtocolError(f"malformed SCORE: {value!r:.100} is not a finite float or null")
+            raise ProtocolError(
+                f"malformed SCORE message: {value!r:.100} is not a finite float or null"
+            )
     return message
 
 

@@ -95,7 +95,9 @@ class ElasticRun(ServerRun):
         self._began_unix_s = saved.extra_values["began_unix_s"]
         self._settled_before = len(settled)
         spent_s = time.time() - self._began_unix_s
-        self.epochs.restore_completed_tickets(settled, saved.extra_values["ends"], spent_s, self._store)
+        self.epochs.restore_completed_tickets(
+            settled, saved.extra_values["ends"], spent_s, self._store
+        )
         self.tickets.mark_settled_earlier(list(settled))
         if self._first:
             self.lost, self.tickets.reassigned = (
@@ -245,7 +247,7 @@ class ElasticRun(ServerRun):
         """
         if self._first:
             raise ProtocolError(
-                "unexpected frame: DONE at server 0; only this server sends DONE to workers"
+                "unexpected frame: DONE at server 0, which itself ends the training"
             )
         self.done = True
 
