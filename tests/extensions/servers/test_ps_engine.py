@@ -128,7 +128,7 @@ def test_a_worker_told_of_another_number_of_servers_does_not_join(tmp_path):
     plan = config(tmp_path, n_servers=2)
     servers = [Served(replace(plan, server=s, start_deadline_s=1.0), SECRET) for s in range(2)]
     flat = FlatSpace(small_model())
-    with pytest.raises(JoinRefused, match="the run has 2 servers, not 1"):
+    with pytest.raises(JoinRefused, match="the run has 2 servers, but this worker expects 1"):
         Channel.connect(plan.rendezvous, 0, flat, SECRET)
     assert servers[0].result()["status"] == "lost"
 

@@ -79,7 +79,8 @@ def read_report(path: Path) -> CommandReport:
                 try:
                     reader.add_line(json.loads(line))
                 except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as e:
-                    raise ReportError(f"{path.name}, line {number}: {_describe_error(e)}") from e
+                    problem = _describe_error(e)
+                    raise ReportError(f"{path.name}, line {number}: {problem}") from e
             if len(line) > MAX_LINE:
                 raise ReportError(f"{path.name}, line {number + 1}: the line is longer than 16 MiB")
     except FileNotFoundError:

@@ -94,10 +94,10 @@ class Command(Strategy):
     def check_nodes(cls, options: dict[str, Any], gpus: int, per_node: int) -> None:
         missing = {"node", "host"} - set(iter_placeholders(get_command_arguments(options)))
         if gpus > per_node and missing:
+            missing_placeholders = " and ".join(f"{{{name}}}" for name in sorted(missing))
             raise ValueError(
                 f"{gpus} workers span several nodes, and the command is started on each node; add "
-                f"{' and '.join(f'{{{name}}}' for name in sorted(missing))} to its arguments, "
-                "or use fewer workers"
+                f"{missing_placeholders} to its arguments, or use fewer workers"
             )
 
     @classmethod

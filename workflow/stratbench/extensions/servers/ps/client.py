@@ -149,10 +149,13 @@ class Channel:
                 channel._links.append(link)
                 if link.incarnation != incarnation:
                     raise JoinLater(
-                        f"server {link.server} is in incarnation {link.incarnation}, not {incarnation}"
+                        f"server {link.server} was restarted (incarnation {link.incarnation}); this worker expects "
+                        f"incarnation {incarnation}"
                     )
                 if link.n_servers != n_servers:
-                    raise JoinRefused(f"the run has {link.n_servers} servers, not {n_servers}")
+                    raise JoinRefused(
+                        f"the run has {link.n_servers} servers, but this worker expects {n_servers}"
+                    )
                 channel.snapshot_dir = link.snapshot_dir
             channel._links.sort(key=lambda link: link.server)
         except BaseException:
