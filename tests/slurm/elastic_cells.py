@@ -81,7 +81,7 @@ class Elastic:
 
     def came(self) -> set[int]:
         """The numbers of all workers that the last launcher has let in."""
-        return set(map(int, self.incarnation().get("dates_by_member", ())))
+        return set(map(int, self.incarnation().get("event_times_by_member", ())))
 
     def present(self) -> set[int]:
         """The numbers of the workers that train now."""

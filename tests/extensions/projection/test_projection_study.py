@@ -246,7 +246,7 @@ def test_a_link_that_is_missing_is_told_and_the_counts_alone_are_used(study, cap
     ]
     links.write_links(Path(study["results"]) / "small" / "links", times, 1.0)
     table, told = projected(study, capsys)
-    assert "was not measured with gloo" in told
+    assert "was not measured within nodes with gloo" in told
     assert table[table.strategy == "ddp"].rule.dropna().ne("replay on measured links").all()
 
 

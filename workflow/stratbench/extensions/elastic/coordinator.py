@@ -185,7 +185,7 @@ class Coordinator:
                 len(h.generations),
                 began,
                 ended,
-                len(h.dates_by_member),
+                len(h.event_times_by_member),
                 len(h.lost_members),
                 steps,
             )
@@ -235,7 +235,7 @@ class Coordinator:
             )
             self._known.add(number)
             member = self._members[number] = GroupMember(number, slot, connection)
-            self.history.dates_by_member[number] = {"admitted": time.time()}
+            self.history.event_times_by_member[number] = {"admitted": time.time()}
         self.on_change()
         return lambda: self._serve_member(member)
 
@@ -292,7 +292,7 @@ class Coordinator:
         match message["what"]:
             case "ready":
                 member.state, member.connection.silence_s = "ready", SILENCE_S
-                self.history.dates_by_member[member.number]["ready"] = now_unix_s
+                self.history.event_times_by_member[member.number]["ready"] = now_unix_s
             case "begun":
                 self._record_member_start(member, message["pause_s"], now_unix_s)
             case "trained":
@@ -336,7 +336,7 @@ class Coordinator:
         self, member: GroupMember, pause_s: float | None, now_unix_s: float
     ) -> None:
         generation = self.history.generations[-1]
-        self.history.dates_by_member[member.number].setdefault("first_step", now_unix_s)
+        self.history.event_times_by_member[member.number].setdefault("first_step", now_unix_s)
         if generation.began_unix_s is None:
             generation.began_unix_s = generation.reported_unix_s = now_unix_s
         if pause_s is not None:

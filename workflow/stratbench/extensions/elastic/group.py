@@ -72,13 +72,13 @@ class ElasticGroup:
         if rank == 0:
             path.unlink(missing_ok=True)
 
-    def _init_process_group(self, store: dist.Store, rank: int, world: int) -> None:
+    def _init_process_group(self, store: dist.Store, rank: int, num_members: int) -> None:
         on_cuda = self._device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             store=store,
             rank=rank,
-            world_size=world,
+            world_size=num_members,
             timeout=timedelta(seconds=FORM_S),
         )
         dist.all_reduce(torch.zeros(1))

@@ -87,7 +87,7 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     dates = {
         number: event_times
         for history in reversed(histories)
-        for number, event_times in history.dates_by_member.items()
+        for number, event_times in history.event_times_by_member.items()
     }
     jobs = [
         make_worker_job_entry(entry, dates.get(entry["number"], {}), origin)

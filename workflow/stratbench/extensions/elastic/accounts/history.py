@@ -67,7 +67,7 @@ class MemberHistory:
 
     Attributes:
         generations: All generations, in order.
-        dates_by_member: By worker number: when it was `admitted`, `ready` and at its `first_step`, in seconds
+        event_times_by_member: By worker number: when it was `admitted`, `ready` and at its `first_step`, in seconds
             since 1970.
         left_members: Numbers of the workers that left by themselves.
         lost_members: Numbers of the workers that were lost.
@@ -76,7 +76,7 @@ class MemberHistory:
     """
 
     generations: list[TrainingGeneration] = field(default_factory=list)
-    dates_by_member: dict[int, dict[str, float]] = field(default_factory=dict)
+    event_times_by_member: dict[int, dict[str, float]] = field(default_factory=dict)
     left_members: list[int] = field(default_factory=list)
     lost_members: list[int] = field(default_factory=list)
     totals_by_epoch: dict[int, EpochTotals] = field(default_factory=dict)
@@ -110,7 +110,11 @@ class MemberHistory:
             )
             for g in values["generations"]
         ]
-        dates = {int(n): each for n, each in values["dates_by_member"].items()}
+        dates = {int(n): each for n, each in values["event_times_by_member"].items()}
         epochs = {int(n): EpochTotals(**epoch) for n, epoch in values["totals_by_epoch"].items()}
-        read = {"generations": generations, "dates_by_member": dates, "totals_by_epoch": epochs}
+        read = {
+            "generations": generations,
+            "event_times_by_member": dates,
+            "totals_by_epoch": epochs,
+        }
         return cls(**{**values, **read})

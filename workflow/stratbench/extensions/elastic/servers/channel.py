@@ -181,9 +181,9 @@ class ReturningChannel:
                 self.left = True
                 raise
 
-    def _rejoin_after_server_loss(self, lost: ServerLost) -> bool:
+    def _rejoin_after_server_loss(self, loss: ServerLost) -> bool:
         """Join the restarted servers after a loss. Return False if the training is over."""
-        print(f"{lost}; waiting until the servers are restarted", flush=True)
+        print(f"{loss}; waiting until the servers are restarted", flush=True)
         self._close_lost_channel()
         self.returns += 1
         return self._join_server_incarnation()
