@@ -108,7 +108,7 @@ def make_paper_table(
     return pd.DataFrame(lines, columns=columns)
 
 
-def format_summary_row(summary_row: object) -> str:
+def format_summary_row(summary_row: Any) -> str:
     """Return the value of a row of summary.csv as text, as the paper prints it.
 
     A value that the audit doubts gets a dagger.

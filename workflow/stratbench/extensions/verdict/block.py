@@ -243,13 +243,13 @@ class BlockRun:
             wall_s,
         )
 
-    def _plan_segment(self, strategy: str) -> tuple[Settings, int, int]:
+    def _plan_segment(self, strategy_name: str) -> tuple[Settings, int, int]:
         """Return a segment's settings, and its numbers of discarded and of timed steps."""
         timed = self._steps or block_rules.MIN_STEPS
         discarded = (
             block_rules.count_discarded_steps(timed) if self._discard is None else self._discard
         )
-        s = self._settings[strategy]
+        s = self._settings[strategy_name]
         strategy = make_strategy(s.strategy, s.options)
         discarded, timed = strategy.choose_segment_steps(discarded, timed)
         tail = TAIL_STEPS if strategy.kind == "server" else 0

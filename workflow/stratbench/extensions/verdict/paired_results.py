@@ -119,12 +119,12 @@ class BlocksEvidence(Evidence):
         if result is None:
             return
         if result.exclusion_kind_and_reason is not None:
-            candidate.exclude(*result.exclusion_kind_and_reason)
+            candidate.exclude_from_decision(*result.exclusion_kind_and_reason)
         if not len(result.train_time_s_by_block):
             return
         candidate.times = result.train_time_s_by_block
         candidate.time_s = float(np.exp(np.log(result.train_time_s_by_block).mean()))
-        candidate.basis, candidate.repetition_noun = PAIRED_BLOCKS, "block"
+        candidate.time_basis, candidate.repetition_noun = PAIRED_BLOCKS, "block"
         candidate.hosts, candidate.has_cpu_workers = result.hosts, result.is_on_cpu
         candidate.traits, candidate.has_servers = result.traits, result.uses_servers
         candidate.verdict_claim_and_confidence = result.conclusion_and_confidence
@@ -146,7 +146,7 @@ class BlocksEvidence(Evidence):
                 continue
             leader, reason = paired.faster_leader_and_reason
             if (leader, c.gpus) in left:
-                c.exclude("slower", reason)
+                c.exclude_from_decision("slower", reason)
 
 
 def read_blocks_as_evidence(path: str, constraints: Constraints) -> Evidence:

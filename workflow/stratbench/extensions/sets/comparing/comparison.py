@@ -332,7 +332,7 @@ def compare_result_sets(first: ResultSet, other: ResultSet) -> Comparison:
     )
 
 
-def describe_differences(differences: list[Difference]) -> str:
+def describe_differences(differences: Sequence[Difference]) -> str:
     """Return differences as text, such as `lr 0.01 against 0.5; epochs 10 against not stated`.
 
     Each difference has its field, the value in the first set, and that in the other set.

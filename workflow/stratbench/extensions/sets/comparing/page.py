@@ -174,7 +174,7 @@ def map_candidates_to_base_strategies(
 ) -> dict[str, str | None]:
     """Return the strategy of each candidate in decisions over sets, such as `ddp` of `ddp (a100)`."""
     known = map_base_strategies(pd.concat([one.cells for one in sets]))
-    listed = {row["strategy"] for decision in decisions for row in decision.matrix_rows}
+    listed = {row["strategy"] for decision in decisions for row in decision.decision_csv_rows}
     return {name: known.get(name.partition(" (")[0]) for name in sorted(listed)}
 
 

@@ -32,7 +32,7 @@ def iter_tensorboard_events(run: ExportedRun) -> Iterator[Event]:
     values = [
         Summary.Value(tag=f"cell/{n}", simple_value=v) for n, v in run.metrics_by_name.items()
     ]
-    last = run.epochs[-1].number if run.epochs else 0
+    last = run.epochs[-1].epoch_number if run.epochs else 0
     yield Event(wall_time=run.finished_unix_s, step=last, summary=Summary(value=values))
 
 
