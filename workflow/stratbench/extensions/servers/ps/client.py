@@ -149,8 +149,8 @@ class Channel:
                 channel._links.append(link)
                 if link.incarnation != incarnation:
                     raise JoinLater(
-                        f"server {link.server} was restarted (incarnation {link.incarnation}); this worker expects "
-                        f"incarnation {incarnation}"
+                        f"server {link.server} was restarted (incarnation {link.incarnation}); "
+                        f"this worker expects incarnation {incarnation}"
                     )
                 if link.n_servers != n_servers:
                     raise JoinRefused(

@@ -250,16 +250,14 @@ class Member:
         self.reader = threading.current_thread()
         self.sender: threading.Thread | None = None
         self.alive = True
-        self.is_ready_to_start = (
-            False  # whether the worker has asked for weights, and so is ready to start
-        )
+        # Whether the worker has requested weights, because it is ready to start.
+        self.is_ready_to_start = False
         self.idle = False  # whether the worker waits because no ticket was free
         # Epoch whose snapshot the worker evaluates at present. An evaluating worker is idle.
         self.evaluated_epoch: int | None = None
         self.ticket: int | None = None  # number of the worker's current ticket
-        self.reserved_ticket: Ticket | None = (
-            None  # ticket that is reserved for the worker as its next one
-        )
+        # Ticket that is reserved for the worker as its next one.
+        self.reserved_ticket: Ticket | None = None
         self.last_ticket = 0
         self.missing_shards: set[int] = set()  # shards of the current ticket that have not arrived
         #: With a loss scale, the pushed shards (and `BUFFERS`) until the worker sends APPLY or SKIP.

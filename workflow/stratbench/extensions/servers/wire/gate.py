@@ -82,7 +82,7 @@ class Gate:
         self._secret, self._deadline_s = secret, deadline_s
         self._refusals, self._enter = refusals, enter
         self._closed = threading.Event()
-        self._wake, self._waker = socket.socketpair()  # `close` wakes `accept` by them
+        self._wake, self._waker = socket.socketpair()  # by which `close` wakes `accept`
         # Connections whose peer has not proved yet that it knows the secret, in order of arrival.
         self._pending: dict[Connection, None] = {}
         self._lock = threading.Lock()  # guards `_pending`

@@ -30,7 +30,7 @@ class Link:
         self.shard_numel = int(welcome["shard_numel"])
         self.n_servers = int(welcome["n_servers"])
         self.has_buffers = bool(welcome["buffers"])
-        #: How often the servers of an elastic run were started so far. None: the workers are not elastic.
+        #: Number of starts of an elastic run's servers, including the present one. None: the workers are not elastic.
         self.incarnation: int | None = welcome.get("incarnation")
         self.snapshot_dir: str | None = welcome["snapshot_dir"]
         self.deadline_s = float(welcome["heartbeat_deadline_s"])
@@ -39,9 +39,8 @@ class Link:
         self.awaited: set[int] = set()  # numbers of the shards whose weights have not arrived yet
         # Whether arriving weights do not count, because newer ones will follow.
         self.outdated = False
-        self.all_weights_arrived = (
-            threading.Event()
-        )  # set when the weights of all shards have arrived
+        # Set when the weights of all shards have arrived.
+        self.all_weights_arrived = threading.Event()
         self.lock = threading.Lock()  # guards `awaited`, `outdated` and `all_weights_arrived`
         # The thread that receives the server's frames.
         self.receiver: threading.Thread | None = None
