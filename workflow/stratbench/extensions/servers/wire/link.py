@@ -30,7 +30,7 @@ class Link:
         self.shard_numel = int(welcome["shard_numel"])
         self.n_servers = int(welcome["n_servers"])
         self.has_buffers = bool(welcome["buffers"])
-        #: Number of starts of an elastic run's servers, including the present one. None: the workers are not elastic.
+        #: Number of starts of an elastic run's servers, including this one. None: workers are not elastic.
         self.incarnation: int | None = welcome.get("incarnation")
         self.snapshot_dir: str | None = welcome["snapshot_dir"]
         self.deadline_s = float(welcome["heartbeat_deadline_s"])
