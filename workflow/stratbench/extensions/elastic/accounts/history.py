@@ -67,8 +67,8 @@ class MemberHistory:
 
     Attributes:
         generations: All generations, in order.
-        event_times_by_member: By worker number: when it was `admitted`, `ready` and at its `first_step`, in seconds
-            since 1970.
+        event_times_by_member: By worker number: when it was `admitted`, `ready` and at its `first_step`, in
+            seconds since 1970.
         left_members: Numbers of the workers that left by themselves.
         lost_members: Numbers of the workers that were lost.
         totals_by_epoch: Totals of each epoch over all generations.
