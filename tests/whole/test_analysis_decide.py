@@ -67,7 +67,7 @@ def decided(rows, findings=(), **constraints):
 
 
 def standings(decision):
-    return {(row["strategy"], row["gpus"]): row["status"] for row in decision.matrix_rows}
+    return {(row["strategy"], row["gpus"]): row["status"] for row in decision.decision_csv_rows}
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,10 @@ def test_strategies_of_equal_arithmetic_share_their_accuracy():
     assert decided(rows, score_tolerance={"accuracy": 0.5}).choice.strategy == "ddp"
     odd = decided([rows[0] | {"score_final": 0.6}, *rows[1:]])
     assert standings(odd)["ddp", 4] == "worse score"
-    assert "differs by 30.00 points from that of equal arithmetic" in odd.matrix_rows[0]["doubts"]
+    assert (
+        "differs by 30.00 points from that of equal arithmetic"
+        in odd.decision_csv_rows[0]["doubts"]
+    )
 
 
 def test_one_repeat_gives_no_interval_and_little_confidence():
@@ -342,7 +345,7 @@ def test_elastic_workers_cost_what_their_jobs_held_and_are_compared_if_as_many_w
     rows = repeats("ddp", [90, 90, 90], **held)
     rows += repeats("ps-async", [200, 200, 200], allocated_s=810.0, idle_s=10.0)
     alike = decided(rows, price_per_gpu_hour=3600.0)
-    assert alike.choice.cost == pytest.approx(370)
+    assert alike.choice.training_cost == pytest.approx(370)
     assert "(0.103 GPU-hours at 3600 each)" in alike.reason
     assert not any("Workers joined and left" in told for told in alike.sure)
     few = [row | {"allocated_s": 410.0} for row in rows[3:]]
@@ -382,7 +385,7 @@ def test_a_price_ranks_by_cost():
     assert decided(rows).choice.gpus == 4
     cheapest = decided(rows, price_per_gpu_hour=3.6)
     assert cheapest.choice.gpus == 2
-    assert cheapest.choice.cost == pytest.approx(0.036)
+    assert cheapest.choice.training_cost == pytest.approx(0.036)
     assert decided(rows, price_per_gpu_hour=3.6, deadline_s=12).choice.gpus == 4
 
 
@@ -513,7 +516,7 @@ def test_a_count_that_was_not_measured_is_projected_with_an_interval_and_its_evi
     )
     assert found.confidence == "low"
     assert found.changes[0].startswith("Training on 256 workers: the measured times")
-    row = next(r for r in found.matrix_rows if (r["strategy"], r["gpus"]) == ("ddp", 256))
+    row = next(r for r in found.decision_csv_rows if (r["strategy"], r["gpus"]) == ("ddp", 256))
     assert (row["time_low_s"], row["time_s"], row["time_high_s"]) == (0.5, 0.6, 0.7)
     assert found.short_answer.value_note == "0.500–0.700 s (80 %, projected)"
 
@@ -644,8 +647,8 @@ def test_where_all_reached_their_limit_a_longer_one_is_told_as_the_way_on():
     found = decided([failed("ddp", "timeout")])
     assert found.reason.startswith("Every strategy is excluded: ddp: too slow (")
     assert found.changes == (
-        "A longer time_limit_s: ddp reached the present limit. Raise the limit, and train again with --forcerun "
-        "(docs/configuration.md).",
+        "A longer time_limit_s: ddp reached the present limit. Raise the limit, and train again with "
+        "--forcerun (docs/configuration.md).",
     )
 
 
@@ -853,9 +856,9 @@ def test_intervals_pay_for_looking_again_unless_every_record_planned_as_many(pla
     ]
     found = decided(rows)
     assert ("corrects for repeated looks" in " ".join(found.sure)) is pays
-    assert found.matrix_rows[1]["high"] > 1.52
+    assert found.decision_csv_rows[1]["high"] > 1.52
     other = decided([row | {"planned_repeats": 3} for row in rows])
-    assert (found.matrix_rows[1]["high"] > other.matrix_rows[1]["high"]) is pays
+    assert (found.decision_csv_rows[1]["high"] > other.decision_csv_rows[1]["high"]) is pays
 
 
 def test_doubts_that_do_not_touch_the_choice_are_left_to_the_audit():

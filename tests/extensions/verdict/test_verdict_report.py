@@ -114,7 +114,7 @@ def test_a_rival_of_an_excluded_leader_is_not_excluded_for_being_slower(told):
     }  # fmt: skip
     broken = pd.DataFrame([finding], columns=findings.columns)
     (found,) = decide.make_decisions(cells, broken, decide.Constraints(), [BlocksEvidence(paired)])
-    kinds = {row["strategy"]: row["status"] for row in found.matrix_rows}
+    kinds = {row["strategy"]: row["status"] for row in found.decision_csv_rows}
     assert kinds["ps-dana"] == "unusable record"
     assert "slower" not in (kinds["ddp"], kinds["fsdp"])
 
@@ -137,7 +137,9 @@ def test_blocks_on_one_number_of_workers_stand_beside_records_on_another(told):
             cells, findings, decide.Constraints(), [BlocksEvidence(paired)]
         )
         bases = {
-            row["gpus"]: row["basis"] for row in found.matrix_rows if row["time_s"] is not None
+            row["gpus"]: row["basis"]
+            for row in found.decision_csv_rows
+            if row["time_s"] is not None
         }
         assert bases[gpus] == "measured"
         assert set(bases.values()) == {"measured", "measured in paired blocks"}

@@ -37,7 +37,7 @@ class Candidate:
     strategy: str
     gpus: int
     traits: Traits = field(default_factory=Traits)
-    basis: str = "measured"
+    time_basis: str = "measured"
     #: Training time of each repeat in s.
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     time_s: float | None = None
@@ -46,15 +46,15 @@ class Candidate:
     #: Whether the training time is projected from other numbers of workers instead of measured.
     has_projected_time: bool = False
     #: Ends of the projected time's 80 % interval in s; None if the time is measured.
-    time_low_s: float | None = None
-    time_high_s: float | None = None
+    projected_time_low_s: float | None = None
+    projected_time_high_s: float | None = None
     #: Sentences with the projected results; empty if the time is measured.
     projection_text: str = ""
     score: Score = field(default_factory=Score)
     #: Score of each repeat, in the unit in which scores are shown.
     scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     #: Standard error of a repeat's score, since the test set is finite; None if not recorded.
-    score_error: float | None = None
+    score_standard_error: float | None = None
     #: Whether the cells trained for a number of steps and skipped evaluation.
     skips_evaluation: bool = False
     peak_memory_bytes: float | None = None
@@ -76,7 +76,7 @@ class Candidate:
     global_batch: float | None = None
     hosts: frozenset[str] = frozenset()  # hosts that trained a repeat together are one text
     #: Upper bound (95 %) on how much worse than the best the score is, in the shown unit; None if unknown.
-    score_loss_upper: float | None = None
+    max_score_loss: float | None = None
     #: Why the time was not projected to the requested number of workers; empty if there is no such reason.
     no_projection_reason: str = ""
     #: Names of the candidates with the best score.
@@ -123,14 +123,14 @@ class Candidate:
     @property
     def training_time_range_s(self) -> tuple[float, float]:
         """Lowest and highest training time in s: of the repeats, or of the projection's interval."""
-        if self.time_low_s is not None and self.time_high_s is not None:
-            return self.time_low_s, self.time_high_s
+        if self.projected_time_low_s is not None and self.projected_time_high_s is not None:
+            return self.projected_time_low_s, self.projected_time_high_s
         if len(self.times):
             return float(self.times.min()), float(self.times.max())
         return self.time_s or 0.0, self.time_s or math.inf
 
     @property
-    def run(self) -> str:
+    def measurement_noun(self) -> str:
         """Noun for one measured training time: `run`, or `block` (timed steps of a verdict)."""
         return "run" if self.repetition_noun == "repeat" else self.repetition_noun
 
@@ -140,7 +140,7 @@ class Candidate:
         return self.price_per_gpu_hour is not None
 
     @property
-    def cost(self) -> float | None:
+    def training_cost(self) -> float | None:
         """Cost of the training: GPU-hours of the workers times the price. None without time or price."""
         if self.time_s is None or self.price_per_gpu_hour is None:
             return None
@@ -150,7 +150,7 @@ class Candidate:
     @property
     def cost_or_time(self) -> float:
         """Cost of the training if a price is set, else training time in s. Infinite if unknown."""
-        value = self.cost if self.is_ranked_by_cost else self.time_s
+        value = self.training_cost if self.is_ranked_by_cost else self.time_s
         return float("inf") if value is None else value
 
     @property
@@ -165,11 +165,11 @@ class Candidate:
 
     def may_have_intolerable_score(self, constraints: Constraints) -> bool:
         """Return whether the score may be worse than the tolerance allows. False if it is unknown."""
-        if self.skips_evaluation or self.score_loss_upper is None:
+        if self.skips_evaluation or self.max_score_loss is None:
             return False
-        return bool(self.score_loss_upper > constraints.find_score_tolerance(self.score))
+        return bool(self.max_score_loss > constraints.find_score_tolerance(self.score))
 
-    def exclude(self, kind: str, reason: str) -> None:
+    def exclude_from_decision(self, kind: str, reason: str) -> None:
         """Exclude the candidate from the decision, unless it is already excluded for another reason."""
         if not self.exclusion_kind:
             self.exclusion_kind, self.exclusion_reason = kind, reason

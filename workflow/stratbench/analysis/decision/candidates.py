@@ -95,7 +95,7 @@ def build_measured_candidate(
         score=score,
         scores=score.display_factor
         * pd.Series(all_repeats.values(group, "score_final"), dtype=float),
-        score_error=None if error is None else score.display_factor * error,
+        score_standard_error=None if error is None else score.display_factor * error,
         skips_evaluation=bool(frame["steps"].notna().any()),
         test_samples=find_column_maximum("test_samples"),
         tokens_per_s=compute_column_median("throughput_samples_per_s", score.counts_per_sample)
@@ -163,10 +163,12 @@ def exclude_by_outcomes_and_findings(
             "incomparable": str(reason).removeprefix("other work: "),
         }
         if status in KIND_OF_STATUS:
-            candidate.exclude(KIND_OF_STATUS[status], f"{share}{whys.get(status, reason)}")
+            candidate.exclude_from_decision(
+                KIND_OF_STATUS[status], f"{share}{whys.get(status, reason)}"
+            )
     if candidate.time_s is None:
         untimed = "no training time recorded" if (repeats["status"] == "ok").any() else "no record"
-        candidate.exclude("not measured", untimed)
+        candidate.exclude_from_decision("not measured", untimed)
     for finding in findings:
         if finding["affects"] == "memory" and constraints.gpu_memory_gib is None:
             if (
@@ -176,9 +178,9 @@ def exclude_by_outcomes_and_findings(
                 candidate.memory_finding_rules.append(finding["rule"])
         elif finding["severity"] == "unusable":
             text = f"the audit: {finding['rule']} ({finding['figures']})"
-            candidate.exclude(UNUSABLE, text)
+            candidate.exclude_from_decision(UNUSABLE, text)
         elif finding["rule"] == FLOOR_RULE:
-            candidate.exclude(
+            candidate.exclude_from_decision(
                 "does not learn", f"the audit: {candidate.score.name} {finding['figures']}"
             )
         elif finding["severity"] == "warning" and finding["rule"] not in candidate.caveats:
@@ -188,7 +190,7 @@ def exclude_by_outcomes_and_findings(
 def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> None:
     """Exclude a candidate that violates the constraints on workers, memory or time."""
     if constraints.gpus is not None and candidate.gpus > constraints.gpus:
-        candidate.exclude(
+        candidate.exclude_from_decision(
             "needs more workers", f"{candidate.gpus}, but {constraints.gpus} are available"
         )
     if constraints.gpu_memory_gib is not None:
@@ -199,7 +201,7 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
     if constraints.deadline_s is not None and time_s is not None:
         most_s = candidate.training_time_range_s[1]
         if time_s > constraints.deadline_s:
-            candidate.exclude(
+            candidate.exclude_from_decision(
                 "too slow", format_amount_and_limit(time_s, constraints.deadline_s, "s")
             )
         elif most_s > constraints.deadline_s:
@@ -208,7 +210,7 @@ def exclude_by_constraints(candidate: Candidate, constraints: Constraints) -> No
             )
     stops = candidate.traits.ends_with_a_worker and candidate.gpus > 1
     if stops and not constraints.gang_scheduled:
-        candidate.exclude("needs all workers", "the job stops when a worker is lost")
+        candidate.exclude_from_decision("needs all workers", "the job stops when a worker is lost")
 
 
 def exclude_by_memory_limit(candidate: Candidate, limit_bytes: float, memory_margin: float) -> None:
@@ -230,7 +232,7 @@ def exclude_by_memory_limit(candidate: Candidate, limit_bytes: float, memory_mar
         reserve = f" plus a reserve of {100 * memory_margin:g} %" if held <= limit_bytes else ""
         name, unit = choose_byte_unit(limit_bytes)
         sizes = format_amount_and_limit(held / unit, limit_bytes / unit, name, reserve)
-        candidate.exclude("does not fit", f"{what} {sizes}")
+        candidate.exclude_from_decision("does not fit", f"{what} {sizes}")
     elif candidate.has_cpu_workers or held is None:
         reason = (
             "its records are of CPU processes"

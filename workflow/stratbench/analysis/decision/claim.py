@@ -50,8 +50,8 @@ class Claim:
     """The conclusion of a decision: its kind, such as `winner` or `tie`, and its text."""
 
     #: Kind of conclusion: `projected`, `alone`, `one run`, `winner`, `tie`, or `apart` (not significant).
-    kind: str
-    text: str
+    conclusion_kind: str
+    conclusion_text: str
 
 
 #: What all remaining candidates have in common, by the kind of exclusion of a better candidate.
@@ -117,7 +117,7 @@ def compute_claim(
     if not ranking.comparisons:
         return Claim("alone", f"The only candidate that is not excluded{but_its_score}.")
     if len(first.times) < 2:
-        in_one_run_each = f"in one {first.run} each"
+        in_one_run_each = f"in one {first.measurement_noun} each"
         if any(c.ratio.value < 1 for c in ranking.comparisons):
             text = f"Within {margin} of the {fastest}, {in_one_run_each}{but_its_score}."
             return Claim("one run", text)

@@ -27,7 +27,7 @@ class Confidence:
 
     #: `high`, `medium` or `low`.
     confidence_level: str
-    reason: str
+    main_reason: str
     reason_sentences: tuple[str, ...]
 
 
@@ -50,8 +50,12 @@ def compute_confidence(
         has_requested_gpus: Whether there are results for the requested number of workers.
     """
     first, rivals = ranking.chosen_candidate, [c.alternative for c in ranking.comparisons]
-    runs = format_count(ranking.repeats, first.run)
-    sentences = [] if first.basis == "measured" else [f"{first.basis[0].upper()}{first.basis[1:]}."]
+    runs = format_count(ranking.min_compared_repeats, first.measurement_noun)
+    sentences = (
+        []
+        if first.time_basis == "measured"
+        else [f"{first.time_basis[0].upper()}{first.time_basis[1:]}."]
+    )
     level, claim = compute_highest_level_and_reason(ranking)
     sentences.append(claim)
     limits = []
@@ -77,8 +81,8 @@ def compute_confidence(
     if has_uncertain_score:
         limits.append((1, f"{runs}: the score is not certain"))
     losable = (
-        first.score_loss_upper is None
-        or first.score_loss_upper > constraints.find_score_tolerance(first.score)
+        first.max_score_loss is None
+        or first.max_score_loss > constraints.find_score_tolerance(first.score)
     )
     if losable and not has_uncertain_score:
         limits.append(
@@ -127,35 +131,45 @@ def is_ranking_clear_on_one_host(ranking: Ranking, hosts: set[str]) -> bool:
     )
 
 
-def describe_doubt_from_repeats(ranking: Ranking, constraints: Constraints, level: int) -> str:
+def describe_doubt_from_repeats(
+    ranking: Ranking, constraints: Constraints, allowed_level: int
+) -> str:
     """Return in a few words which doubt the repeats leave, or an empty text.
 
     Args:
         ranking: Ranking of the candidates.
         constraints: Constraints of the decision.
-        level: The confidence that the repeats allow, as an index into LEVELS.
+        allowed_level: The confidence that the repeats allow, as an index into LEVELS.
     """
     first = ranking.chosen_candidate
-    runs = format_count(ranking.repeats, first.run)
+    runs = format_count(ranking.min_compared_repeats, first.measurement_noun)
     if first.has_projected_time:
         return "projected, not measured"
     if not ranking.comparisons:
         return f"{runs}, without a rival"
     if ranking.max_lead_over_choice is None:
-        once = f"one {first.run} each" if len(first.times) < 2 else "some were measured once"
+        once = (
+            f"one {first.measurement_noun} each"
+            if len(first.times) < 2
+            else "some were measured once"
+        )
         return f"{once}: may be chance"
-    if level and (
+    if allowed_level and (
         ranking.is_choice_clearly_fastest
         or ranking.max_lead_over_choice <= constraints.equivalence_margin
     ):
-        return f"{runs} each" if ranking.is_choice_clearly_fastest and ranking.repeats < 3 else ""
+        return (
+            f"{runs} each"
+            if ranking.is_choice_clearly_fastest and ranking.min_compared_repeats < 3
+            else ""
+        )
     lows = [(c.ratio.low, c.alternative) for c in ranking.comparisons if c.ratio.low is not None]
     low, quickest = min(lows, key=lambda pair: pair[0], default=(1.0, None))
     if quickest is None or low >= 1:
         return ""
     least = 1 - low
     less = "much less" if least > ROUGH * 5 else f"{format_percentage(least)} less"
-    return f"{quickest.name} may {'cost' if first.cost is not None else 'take'} {less}"
+    return f"{quickest.name} may {'cost' if first.training_cost is not None else 'take'} {less}"
 
 
 def iter_caveat_phrases(ranking: Ranking) -> Iterator[str]:
@@ -226,7 +240,7 @@ def is_confirmed_by_verdict(ranking: Ranking) -> bool:
 
 def compute_highest_level_and_reason(ranking: Ranking) -> tuple[int, str]:
     """Return the highest confidence that the repeats allow, as an index into LEVELS, with a sentence."""
-    first, repeats = ranking.chosen_candidate, ranking.repeats
+    first, repeats = ranking.chosen_candidate, ranking.min_compared_repeats
     if first.has_projected_time:
         return (
             0,
@@ -241,7 +255,7 @@ def compute_highest_level_and_reason(ranking: Ranking) -> tuple[int, str]:
                 first,
                 tuple(measured),
                 max_lead if known else None,
-                ranking.noise,
+                ranking.repeat_noise,
                 ranking.corrects_for_interim_looks,
             )
     elif ranking.comparisons:
@@ -279,7 +293,7 @@ def compute_highest_level_and_reason(ranking: Ranking) -> tuple[int, str]:
 
 def iter_score_caveats(choice: Candidate, constraints: Constraints) -> Iterator[str]:
     """Yield sentences on the uncertainty in the chosen candidate's score."""
-    if choice.score_loss_upper is None:
+    if choice.max_score_loss is None:
         if choice.skips_evaluation:
             yield "No score was measured, since `steps` skips evaluation; equal scores are assumed."
         else:

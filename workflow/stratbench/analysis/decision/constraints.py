@@ -59,7 +59,7 @@ class Constraints:
         """Yield a text for each constraint, including important defaults.
 
         Args:
-            other_criterion: Text on the criterion of the ranking; `ranking_criterion` if empty.
+            other_criterion: Text on the criterion of the ranking; `ranking_criterion_text` if empty.
         """
         if self.gpus is not None:
             yield f"at most {format_count(self.gpus, 'worker')}"

@@ -78,16 +78,14 @@ class Decision:
     #: Each strategy that is excluded on every number of workers, with the reason.
     excluded: tuple[tuple[str, str], ...]
     #: Rows of decision.csv, one per candidate.
-    matrix_rows: tuple[dict[str, Any], ...]
+    decision_csv_rows: tuple[dict[str, Any], ...]
     #: Short texts of the answer, for the first screen of the report.
     short_answer: ShortAnswer
 
     @property
     def headline(self) -> str:
         """The chosen candidate and the conclusion as text: `ddp × 4. Fastest, in one run each`."""
-        return (
-            f"{self.short_answer.name or 'Nothing can be recommended'}. {self.short_answer.claim}"
-        )
+        return f"{self.short_answer.choice_name or 'Nothing can be recommended'}. {self.short_answer.claim}"
 
 
 def make_decisions(
@@ -174,7 +172,7 @@ def decide_for_model(
             confidence="none",
             sure=("No candidate is left to rank.",),
             changes=tuple(iter_changes_by_constraint(candidates, None)),
-            matrix_rows=csv_rows,
+            decision_csv_rows=csv_rows,
             short_answer=nothing,
         )
     noun = choose_noun_for_workers(rows["device_kind"])
@@ -204,7 +202,7 @@ def decide_for_model(
         confidence=sure.confidence_level,
         sure=sure.reason_sentences,
         changes=(*iter_answer_changes(candidates, ranking, constraints), *further),
-        matrix_rows=csv_rows,
+        decision_csv_rows=csv_rows,
         short_answer=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
 
@@ -241,12 +239,13 @@ def build_decision_csv_rows(
         rows.append(dict(zip(MATRIX_COLUMNS, experiment_dataset_model, strict=False)) | {
             "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place,
             "reason": c.exclusion_reason,
-            "basis": c.basis, "repeats": len(c.times), "time_s": c.time_s, "time_low_s": c.time_low_s,
-            "time_high_s": c.time_high_s, "cost": c.cost,
+            "basis": c.time_basis, "repeats": len(c.times), "time_s": c.time_s,
+            "time_low_s": c.projected_time_low_s, "time_high_s": c.projected_time_high_s,
+            "cost": c.training_cost,
             "memory_mib": c.peak_memory_bytes and c.peak_memory_bytes / MIB, "score": c.mean_score,
             "score_name": c.score.name, "score_unit": c.score.shown_unit,
             **dict(zip(("ratio_to_first", "low", "high"), ratio, strict=True)),
-            "score_loss_upper": c.score_loss_upper,
+            "score_loss_upper": c.max_score_loss,
             "doubts": "; ".join(c.caveats),
         })  # fmt: skip
     return tuple(rows)
@@ -373,7 +372,7 @@ def write_decisions(
     further = {
         name: answer for name, one in evidence.items() if (answer := one.build_separate_answer())
     }
-    rows = [row for decision in decisions for row in decision.matrix_rows]
+    rows = [row for decision in decisions for row in decision.decision_csv_rows]
     write_text_atomically(out, pd.DataFrame(rows, columns=list(MATRIX_COLUMNS)).to_csv(index=False))
     notes = describe_study_findings(findings)
     write_text_atomically(

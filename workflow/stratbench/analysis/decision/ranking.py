@@ -163,7 +163,7 @@ class Ranking:
     #: The fraction by which an alternative may be faster (or cheaper) than the choice; None if unknown.
     max_lead_over_choice: float | None
     #: Noise of the repeats; None if unknown.
-    noise: RankingNoise | None
+    repeat_noise: RankingNoise | None
     #: Whether intervals are corrected for repeated looks at results, since no number of repeats was planned.
     corrects_for_interim_looks: bool
 
@@ -187,7 +187,7 @@ class Ranking:
         return all(c.status == "slower" for c in self.comparisons)
 
     @property
-    def repeats(self) -> int:
+    def min_compared_repeats(self) -> int:
         """Smallest number of repeats behind an interval. Without intervals, the choice's repeats."""
         with_interval = [
             c.repeats
@@ -309,12 +309,12 @@ class RankedGroup:
             max_lead_over_choice=float(np.expm1(stood.max_log_lead))
             if np.isfinite(stood.max_log_lead)
             else None,
-            noise=self.noise,
+            repeat_noise=self.repeat_noise,
             corrects_for_interim_looks=bool(not fixed and stood.repeats.max() > 1),
         )
 
     @property
-    def noise(self) -> RankingNoise | None:
+    def repeat_noise(self) -> RankingNoise | None:
         """The noise of the group's repeats, or None if every candidate has one repeat."""
         groups = moderated.GroupScatter(
             *(part[self.remaining_indices] for part in self.variances_between_repeats)

@@ -48,10 +48,11 @@ def describe_possible_score_loss(
     if not choice.may_have_intolerable_score(constraints):
         return ""
     score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
-    max_loss = score.format_difference(choice.score_loss_upper, score.shown_decimals - 1)
+    max_loss = score.format_difference(choice.max_score_loss, score.shown_decimals - 1)
+    candidate = format_candidate_on_workers(choice, worker_noun)
     return (
-        f"The {score.name} of {format_candidate_on_workers(choice, worker_noun)} may be up to {max_loss} worse than that "
-        f"of {choice.best_scoring_candidate_names} ({tolerance:g} allowed)."
+        f"The {score.name} of {candidate} may be up to {max_loss} worse than that of "
+        f"{choice.best_scoring_candidate_names} ({tolerance:g} allowed)."
     )
 
 
@@ -60,10 +61,11 @@ def describe_exclusions(excluded: Sequence[Candidate]) -> str:
     by_kind: dict[str, list[Candidate]] = {}
     for candidate in excluded:
         by_kind.setdefault(candidate.exclusion_kind, []).append(candidate)
-    return "; ".join(
-        f"{', '.join(dict.fromkeys(c.strategy for c in same))}: {kind} ({describe_exclusion_nearest_to_limit(same)})"
-        for kind, same in by_kind.items()
-    )
+    parts = []
+    for kind, same in by_kind.items():
+        strategies = ", ".join(dict.fromkeys(c.strategy for c in same))
+        parts.append(f"{strategies}: {kind} ({describe_exclusion_nearest_to_limit(same)})")
+    return "; ".join(parts)
 
 
 def describe_exclusion_nearest_to_limit(excluded: Sequence[Candidate]) -> str:
@@ -113,7 +115,7 @@ def describe_choice(
         describe_results_of_choice(first, worker_noun),
         *filter(None, [describe_possible_score_loss(first, worker_noun, constraints)]),
     ]
-    if first.has_servers and first.cost is not None:
+    if first.has_servers and first.training_cost is not None:
         sentences.append(
             "The cost of the choice excludes the processes of its parameter servers "
             "(`processes` in cells.csv)."
@@ -220,15 +222,19 @@ def format_time_and_cost(candidate: Candidate) -> str:
     if candidate.has_projected_time:
         low, high = (format_number(value, None) for value in candidate.training_time_range_s)
         seconds += f" (projected, 80 %: {low} to {high} s)"
-    return seconds if candidate.cost is None else f"{seconds} at a cost of {candidate.cost:.3g}"
+    return (
+        seconds
+        if candidate.training_cost is None
+        else f"{seconds} at a cost of {candidate.training_cost:.3g}"
+    )
 
 
 def format_gpu_hours_and_price(candidate: Candidate) -> str:
     """Return how a cost was computed: ` (2.5 GPU-hours at 3 each)`. Empty without a price."""
-    if candidate.cost is None or not candidate.price_per_gpu_hour:
+    if candidate.training_cost is None or not candidate.price_per_gpu_hour:
         return ""
     unit = "process-hours" if candidate.has_cpu_workers else "GPU-hours"
-    hours = candidate.cost / candidate.price_per_gpu_hour
+    hours = candidate.training_cost / candidate.price_per_gpu_hour
     return f" ({hours:.3g} {unit} at {candidate.price_per_gpu_hour:g} each)"
 
 
@@ -257,9 +263,7 @@ def iter_answer_changes(
     yield from iter_changes_by_constraint(candidates, first)
     tolerance = constraints.find_score_tolerance(first.score)
     if first.may_have_intolerable_score(constraints):
-        sure = [
-            c for c in ranked if c.score_loss_upper is not None and c.score_loss_upper <= tolerance
-        ]
+        sure = [c for c in ranked if c.max_score_loss is not None and c.max_score_loss <= tolerance]
         if sure:
             candidate, time = (
                 format_candidate_with_worker_count(sure[0]),
@@ -289,11 +293,14 @@ def advise_number_of_repeats(ranking: Ranking) -> str:
     """
     if ranking.chosen_candidate.repetition_noun != "repeat":
         return ""
-    if ranking.noise is None:
+    if ranking.repeat_noise is None:
         return " A single repeat does not show the noise; five repeats are a good start."
-    enough = ranking.noise.compute_needed_repeats(ROUGH)
+    enough = ranking.repeat_noise.compute_needed_repeats(ROUGH)
     needed = f"more than {MAX_REPEATS}" if enough is None else str(enough)
-    noise, difference = format_percentage(ranking.noise.log_time_sd), format_percentage(ROUGH)
+    noise, difference = (
+        format_percentage(ranking.repeat_noise.log_time_sd),
+        format_percentage(ROUGH),
+    )
     return (
         f" At the measured noise of {noise}, {needed} repeats are needed to detect a difference of "
         f"{difference}."
@@ -319,7 +326,11 @@ def iter_changes_by_constraint(
     }
     for kind, best in find_excluded_better_than_choice(candidates, choice, changes).items():
         # The exclusion reason of a candidate that is too slow already states its time.
-        time = "" if kind == "too slow" and best.cost is None else f"{format_time_and_cost(best)}; "
+        time = (
+            ""
+            if kind == "too slow" and best.training_cost is None
+            else f"{format_time_and_cost(best)}; "
+        )
         yield (
             f"{changes[kind]}: then {format_candidate_with_worker_count(best)} would be chosen "
             f"({time}{best.exclusion_reason})."

@@ -106,7 +106,7 @@ class ShortAnswer:
     remedy: str = ""
 
     @property
-    def name(self) -> str:
+    def choice_name(self) -> str:
         """The choice with its number of workers: `ddp × 4`; empty without a choice."""
         return f"{self.strategy} × {self.gpus}" if self.strategy else ""
 
@@ -187,10 +187,11 @@ def build_short_answer(
         " ".join(
             [*unanswered_sentences, known] * bool(unanswered_sentences)
             + [f"With {text}:" for text in slowdown_texts]
-            + [claim.text]
+            + [claim.conclusion_text]
         ),
         KIND_OF_LEVEL.get(
-            confidence.confidence_level, claim.kind if claim.kind in KINDS else "low"
+            confidence.confidence_level,
+            claim.conclusion_kind if claim.conclusion_kind in KINDS else "low",
         ),
         *append_token_rate_to_note(first, *format_value_and_spread(first)),
         others=tuple(
@@ -206,7 +207,7 @@ def build_short_answer(
         memory_note="; ".join(filter(None, (memory_note, leaner))),
         memory_share=share_of_card,
         runner_up=describe_runner_up(ranking) if confidence.confidence_level == "high" else "",
-        reason=confidence.reason,
+        reason=confidence.main_reason,
     )
 
 
@@ -215,8 +216,8 @@ def build_short_answer(
 
 def format_value_and_spread(candidate: Candidate) -> tuple[str, str]:
     """Return a candidate's time (or cost) and the spread over its runs, both as text."""
-    if candidate.cost is not None:
-        return f"{candidate.cost:.3g}", f"for {format_duration(candidate.time_s)}"
+    if candidate.training_cost is not None:
+        return f"{candidate.training_cost:.3g}", f"for {format_duration(candidate.time_s)}"
     if candidate.time_s is None:
         return "", ""
     if not len(candidate.times):
@@ -224,12 +225,12 @@ def format_value_and_spread(candidate: Candidate) -> tuple[str, str]:
         span = f"{format_low_end_of_time_span(low_s, high_s)}–{format_duration(high_s)} (80 %, projected)"
         return format_duration(candidate.time_s), span
     if len(candidate.times) == 1:
-        return format_duration(candidate.time_s), f"one {candidate.run}"
+        return format_duration(candidate.time_s), f"one {candidate.measurement_noun}"
     low, high = compute_time_interval(candidate.times.to_numpy(dtype=float))
     note = (
         "95 %"
         if len(candidate.times) >= INTERVAL_FROM
-        else f"in {format_count(len(candidate.times), candidate.run)}"
+        else f"in {format_count(len(candidate.times), candidate.measurement_noun)}"
     )
     span = f"{format_low_end_of_time_span(low, high)}–{format_duration(high)}"
     return format_duration(
@@ -298,15 +299,15 @@ def format_score_and_note(
     score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
     decimals = max(1, score.shown_decimals - (1 if score.is_unit_fraction else 0))
     text = f"{choice.mean_score:.{decimals}f} {score.shown_unit}"
-    if choice.score_loss_upper is None:
+    if choice.max_score_loss is None:
         return text, "not compared"
     left = [c for c in candidates if not c.exclusion_kind and c is not choice]
-    lost = score.format_difference(choice.score_loss_upper, score.shown_decimals - 1)
+    lost = score.format_difference(choice.max_score_loss, score.shown_decimals - 1)
     if choice.may_have_intolerable_score(constraints):
         return text, f"may lose up to {lost} ({tolerance:g} allowed)"
     if left and all(have_equal_training_arithmetic(choice, c) for c in left):
         return text, "the same in all"
-    if choice.score_loss_upper <= 0:
+    if choice.max_score_loss <= 0:
         chance = compute_chance_score_difference(choice, choice)
         if chance > tolerance:
             by_chance = score.format_difference(chance, score.shown_decimals - 1)
@@ -374,11 +375,11 @@ def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:
     if not answers:
         return ""
     sentences = []
-    choices = {a.name for _, a in answers}
+    choices = {a.choice_name for _, a in answers}
     common = choices.pop() if len(answers) > 2 and len(choices) == 1 else ""
     if sure:
         names = [
-            f"{a.name} for {model}" + (f" ({a.runner_up})" if a.runner_up else "")
+            f"{a.choice_name} for {model}" + (f" ({a.runner_up})" if a.runner_up else "")
             for model, a in sure
         ]
         listed = "; ".join(names[:3]) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")

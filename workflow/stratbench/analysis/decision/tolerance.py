@@ -59,10 +59,10 @@ def exclude_by_score_tolerance(candidates: Sequence[Candidate], constraints: Con
         if not np.isfinite(width):
             width = compute_chance_score_difference(members[0], classes[best][0])
         for c in members:
-            c.score_loss_upper, c.best_scoring_candidate_names = lost + width, names[best]
+            c.max_score_loss, c.best_scoring_candidate_names = lost + width, names[best]
             if lost - width > tolerance:
                 chance = f", {width:.{score.shown_decimals}f} may be chance" if width else ""
-                c.exclude(
+                c.exclude_from_decision(
                     "worse score",
                     f"{score.format_score(own.mean())}, {score.format_difference(lost)} "
                     f"{score.word_for_worse} than "
@@ -71,19 +71,19 @@ def exclude_by_score_tolerance(candidates: Sequence[Candidate], constraints: Con
     for c in unknown:
         like = next((k for k in usable if have_equal_training_arithmetic(c, k)), None)
         if like is not None:
-            c.score_loss_upper, c.best_scoring_candidate_names = (
-                like.score_loss_upper,
+            c.max_score_loss, c.best_scoring_candidate_names = (
+                like.max_score_loss,
                 like.best_scoring_candidate_names,
             )
     for c in candidates:
         if c.has_projected_time:
             for like in (k for k in usable if k.scores is c.scores):
-                c.score_loss_upper, c.best_scoring_candidate_names = (
-                    like.score_loss_upper,
+                c.max_score_loss, c.best_scoring_candidate_names = (
+                    like.max_score_loss,
                     like.best_scoring_candidate_names,
                 )
                 if like.exclusion_kind:
-                    c.exclude(like.exclusion_kind, like.exclusion_reason)
+                    c.exclude_from_decision(like.exclusion_kind, like.exclusion_reason)
 
 
 def have_equal_training_arithmetic(candidate: Candidate, other: Candidate) -> bool:
@@ -162,7 +162,7 @@ def compute_chance_score_difference(candidate: Candidate, other: Candidate) -> f
 
 def estimate_score_standard_error(candidate: Candidate) -> float | None:
     """Return a score's standard error in the shown unit, as recorded or binomial."""
-    score_error, test_samples = candidate.score_error, candidate.test_samples
+    score_error, test_samples = candidate.score_standard_error, candidate.test_samples
     if score_error is not None or not candidate.score.is_unit_fraction or not test_samples:
         return score_error
     share = (candidate.mean_score or 0.0) / 100

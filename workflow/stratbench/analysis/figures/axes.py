@@ -179,10 +179,11 @@ def draw_mark(
     """Draw a strategy's mark, `width_px` pixels wide, at one or several points."""
     colour = style.pop("color", None) or choose_mark_colour(mark, is_chosen)
     axes.plot(
-        np.atleast_1d(x), np.atleast_1d(y), linestyle="none", marker=MARKERS[mark.shape], clip_on=False,
-        markersize=width_px * _LARGER.get(mark.shape, 1.0) * PX, markeredgewidth=1.5 * PX,
-        markeredgecolor=colour, markerfacecolor=PAPER if mark.fill == "open" else colour,
-        markerfacecoloralt=PAPER, fillstyle="left" if mark.fill == "half" else "full",
+        np.atleast_1d(x), np.atleast_1d(y), linestyle="none",
+        marker=MARKERS[mark.family_shape], clip_on=False,
+        markersize=width_px * _LARGER.get(mark.family_shape, 1.0) * PX, markeredgewidth=1.5 * PX,
+        markeredgecolor=colour, markerfacecolor=PAPER if mark.mark_filling == "open" else colour,
+        markerfacecoloralt=PAPER, fillstyle="left" if mark.mark_filling == "half" else "full",
         **({"zorder": 4} | style),
     )  # fmt: skip
 

@@ -231,8 +231,9 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
         if low == low:
             axes.plot([x, x], [low, high], color=colour, linewidth=1.5 * PX, zorder=3 + over)
     step = max(1, -(-len(curve.x) // MAX_MARKS))
+    width_px = CHOSEN_MARK if curve.is_chosen_strategy else MARK
     draw_mark(
-        axes, curve.x, curve.y, mark, curve.is_chosen_strategy, CHOSEN_MARK if curve.is_chosen_strategy else MARK,
+        axes, curve.x, curve.y, mark, curve.is_chosen_strategy, width_px,
         zorder=3.5 + over, markevery=step,
     )  # fmt: skip
 

@@ -88,7 +88,7 @@ class FigureData:
             and strategy == self.chosen_strategy_and_gpus[0]
         )
 
-    def workers(self, count: int) -> str:
+    def format_workers(self, count: int) -> str:
         """Return a number of workers with its noun: `4 GPUs`."""
         return format_count(count, choose_noun_for_workers(self.cells["device_kind"]))
 

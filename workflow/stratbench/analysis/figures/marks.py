@@ -32,11 +32,11 @@ class Mark:
     index: int
 
     @property
-    def shape(self) -> str:
+    def family_shape(self) -> str:
         return FAMILIES[self.family].shape
 
     @property
-    def fill(self) -> str:
+    def mark_filling(self) -> str:
         """Filling of the mark if a name or dashes also tell strategies apart: `full`, `open` or `half`."""
         return list(FILLS)[self.index % 3]
 
@@ -48,7 +48,7 @@ class Mark:
     @property
     def shape_and_filling(self) -> str:
         """Shape and filling of the mark if nothing else tells strategies apart: `square open`."""
-        return f"{self.shape} {list(FILLS)[self.index % len(FILLS)]}"
+        return f"{self.family_shape} {list(FILLS)[self.index % len(FILLS)]}"
 
     @property
     def colour_css_variable(self) -> str:

@@ -253,7 +253,7 @@ def iter_rows_caption_sentences(
     if summary_rows["gpus"].nunique() > 1:
         yield f"The number in a marker is the number of {noun}."
     elif len(summary_rows):
-        yield f"On {data.workers(int(summary_rows['gpus'].iloc[0]))}."
+        yield f"On {data.format_workers(int(summary_rows['gpus'].iloc[0]))}."
     if measure.name == "training_time":
         yield "Logarithmic."
         if (summary_rows["cells"] > 1).any():
@@ -261,7 +261,7 @@ def iter_rows_caption_sentences(
     if chart.equality_band and data.chosen_strategy_and_gpus:
         percentage, choice = (
             f"{100 * data.equivalence_margin:g} %",
-            " × ".join(map(str, data.choice)),
+            " × ".join(map(str, data.chosen_strategy_and_gpus)),
         )
         yield f"The shaded band is within {percentage} of {choice}."
     if any(p.model_states_value is not None for row in chart.rows for p in row.points):

@@ -32,9 +32,9 @@ from stratbench.analysis.figures.timelines import (
     has_any_timeline,
 )
 from stratbench.analysis.figures.tradeoffs import (
-    draw_step_breakdown_figure,
     draw_score_over_time_figure,
     draw_staleness_figure,
+    draw_step_breakdown_figure,
     draw_tradeoff_figure,
 )
 from stratbench.analysis.records.columns import read_cells, read_epochs
@@ -171,7 +171,7 @@ def write_figure(
         save_figure(drawn.figure, stem)
     title = plot.format_title(data.score)
     if num_workers is not None:
-        title += f", {data.workers(num_workers)}"
+        title += f", {data.format_workers(num_workers)}"
     strategies = ", ".join(data.strategies)
     return {
         "experiment": data.experiment,

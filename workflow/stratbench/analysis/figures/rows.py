@@ -112,8 +112,8 @@ class RowChart:
 class RowScale:
     """The horizontal axis of a chart of rows: its ends, and its width in pixels (an estimate)."""
 
-    limits: tuple[float, float]
-    log: bool
+    axis_limits: tuple[float, float]
+    is_logarithmic: bool
     axis_width_px: float
 
     @classmethod
@@ -145,7 +145,9 @@ class RowScale:
 
     def compute_pixel_position(self, value: float) -> float:
         """Return the horizontal position of a value in pixels."""
-        return self.axis_width_px * compute_axis_fraction(value, self.limits, self.log)
+        return self.axis_width_px * compute_axis_fraction(
+            value, self.axis_limits, self.is_logarithmic
+        )
 
 
 def has_any_point(chart: RowChart) -> bool:
@@ -244,7 +246,7 @@ def draw_horizontal_scale(axes: Axes, chart: RowChart, scale: RowScale) -> None:
     if not has_any_point(chart):
         axes.set_xticks([])
         return
-    set_ticks(axes.xaxis, scale.limits, chart.has_log_scale, unit=chart.unit)
+    set_ticks(axes.xaxis, scale.axis_limits, chart.has_log_scale, unit=chart.unit)
     # A centred text of the last tick would touch the heading to its right.
     if scale.compute_pixel_position(axes.get_xticks()[-1]) > scale.axis_width_px - DISC:
         axes.get_xticklabels()[-1].set_horizontalalignment("right")

@@ -82,7 +82,7 @@ def draw_timeline_figure(
     timelines = [read_cell_timeline(data.study_dir, cell) for cell in cells]
     lines = [[] if t is None else list(iter_worker_lines(t, columns_by_kind)) for t in timelines]
     panels = [Panel(*parts) for parts in zip(cells, timelines, lines, strict=True)]
-    workers = ", ".join(dict.fromkeys(data.workers(int(cell["gpus"])) for cell in cells))
+    workers = ", ".join(dict.fromkeys(data.format_workers(int(cell["gpus"])) for cell in cells))
     caption = [f"First repeat of each strategy on most workers ({workers}).", "Shaded: training."]
     if any(line.name.startswith("server") for panel in panels for line in panel.lines):
         caption.append("Dashed: servers.")

@@ -113,7 +113,8 @@ def sum_phases_by_step_part(steps: pd.DataFrame) -> pd.DataFrame:
 
 def iter_breakdown_caption_sentences(data: FigureData, parts: pd.DataFrame) -> Iterator[str]:
     """Yield the caption's sentences, also on strategies that do not separate communication."""
-    yield f"Mean duration of a step over all workers, on {data.workers(data.shown_worker_count)}."
+    workers = data.format_workers(data.shown_worker_count)
+    yield f"Mean duration of a step over all workers, on {workers}."
     hidden = [str(name) for name in parts.index if parts.loc[name, "communication"] == 0]
     if data.shown_worker_count > 1 and hidden:
         strategies = format_names(hidden, 3)
@@ -133,7 +134,7 @@ def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
         curves.append(
             Curve(str(name), middle["train_time_s"].tolist(), values, is_chosen_strategy=chosen)
         )
-    sentences = [f"{score.name.capitalize()}, {score.shown_unit}, on {data.workers(count)}."]
+    sentences = [f"{score.name.capitalize()}, {score.shown_unit}, on {data.format_workers(count)}."]
     if len(alone):
         sentences.append(f"{ALONE} is on one.")
     if (rows.groupby(["strategy", "epoch"]).size() > 1).any():
@@ -263,7 +264,8 @@ def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
         "updates that a push is behind",
         has_whole_x_ticks=True,
     )
-    caption = f"Share of the pushes with each staleness, in %, on {data.workers(data.shown_worker_count)}."
+    workers = data.format_workers(data.shown_worker_count)
+    caption = f"Share of the pushes with each staleness, in %, on {workers}."
     return CaptionedFigure(draw_curves(shown), caption)
 
 

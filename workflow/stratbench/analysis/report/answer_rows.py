@@ -66,9 +66,9 @@ def build_drawn_mark(
     quiet = "" if in_full_colour else "-q"
     colour = f"var(--{mark.colour_css_variable}{quiet})"
     half = f"url(#half-{mark.colour_css_variable}{quiet})"
-    inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.fill]
+    inside = {"full": colour, "open": "var(--paper)", "half": half}[mark.mark_filling]
     return DrawnMark(
-        build_svg_outline_path(mark.shape, x, y, radius),
+        build_svg_outline_path(mark.family_shape, x, y, radius),
         colour,
         inside,
         title,
