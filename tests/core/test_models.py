@@ -18,8 +18,8 @@ from stratbench.workload.network import models
 from stratbench.workload.network.gpt import GPT
 from stratbench.workload.network.models import (
     MODELS,
-    build_model_for_training,
     build_model,
+    build_model_for_training,
     compute_input_shape,
     has_batchnorm,
     has_dropout,

@@ -476,7 +476,7 @@ def test_pieces_are_the_forward(name):
     whole, own = model(x), set()
     for unit in units:
         for piece in unit:
-            x = piece.call(model, x)
+            x = piece.compute_output(model, x)
             own.update(piece.iter_used_parameters(model))
     assert torch.equal(x, whole)
     assert own == set(model.parameters())

@@ -155,16 +155,16 @@ class Recipe:
     """A recorded operation that created a tensor, from which its values can be computed.
 
     Attributes:
-        op: Operator.
-        args: Positional operands, in which recipes stand for tensors.
-        kwargs: Keyword operands, in which recipes stand for tensors.
+        operator: Operator.
+        positional_operands: Positional operands, in which recipes stand for tensors.
+        keyword_operands: Keyword operands, in which recipes stand for tensors.
         num_elements: Number of elements of the tensor.
         num_operations: Number of operations that follow one another, including those of the operands.
     """
 
     operator: Any
-    args: list[Any]
-    kwargs: dict[str, Any]
+    positional_operands: list[Any]
+    keyword_operands: dict[str, Any]
     num_elements: int
     num_operations: int
 
@@ -198,7 +198,9 @@ def _collect_recipes(recipe: Recipe, collected: set[Recipe]) -> set[Recipe]:
     """Return a recipe, and recursively the recipes of its operands."""
     if recipe not in collected:
         collected.add(recipe)
-        for part in _iter_operand_recipes([recipe.args, list(recipe.kwargs.values())]):
+        for part in _iter_operand_recipes(
+            [recipe.positional_operands, list(recipe.keyword_operands.values())]
+        ):
             _collect_recipes(part, collected)
     return collected
 
@@ -210,13 +212,13 @@ def _compute_real_operand(operand: Any, computed_tensors: dict[Recipe, Any]) -> 
     if not isinstance(operand, Recipe):
         return operand
     if operand not in computed_tensors:
-        args = _compute_real_operand(operand.args, computed_tensors)
+        args = _compute_real_operand(operand.positional_operands, computed_tensors)
         # The operator writes to its operand, whose old value other recipes need.
         if has_mutable_argument(operand.operator):
             args[0] = args[0].clone()
         kwargs = {
             key: _compute_real_operand(value, computed_tensors)
-            for key, value in operand.kwargs.items()
+            for key, value in operand.keyword_operands.items()
         }
         if "device" in kwargs:
             kwargs["device"] = "cpu"

@@ -425,7 +425,7 @@ class EvaluationResult(NamedTuple):
 
 
 def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return sums over a test batch, from which `compute_evaluation` computes loss and score.
+    """Return sums over a test batch, from which `compute_test_loss_and_score` computes loss and score.
 
     The caller adds up these sums over batches and workers. The result is float64 [8]: the sum of losses, and
     its weight. Then, with the sum a of a sample's scores and the number n of its predictions, the sums of a,

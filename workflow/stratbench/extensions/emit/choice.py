@@ -73,7 +73,7 @@ class ChosenCell:
         return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
     @property
-    def comments(self) -> list[str]:
+    def file_comments(self) -> list[str]:
         """Comments of the emitted file, including one per setting that the file does not contain."""
         everything: Mapping[str, Any] = self.options | self._values
         left = [
@@ -84,7 +84,7 @@ class ChosenCell:
         return [*self._notes, *left]
 
     @property
-    def device(self) -> str:
+    def device_type(self) -> str:
         """Device type of the workers, `cpu` or `cuda`."""
         self._written.add("device")
         return self.record["provenance"]["device"]

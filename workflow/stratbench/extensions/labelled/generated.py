@@ -31,9 +31,9 @@ def generate_masked_markov_text(
 ) -> Source:
     """Return texts of a Markov chain in which every seventh token is masked.
 
-    Targets are the masked tokens (`hide_tokens`). The mask is the last token of the vocabulary, which the
-    chain itself does not generate. A masked token depends on its two neighbours only, so that the least
-    possible loss is known.
+    Targets are the masked tokens (`replace_tokens_by_mask`). The mask is the last token of the vocabulary,
+    which the chain itself does not generate. A masked token depends on its two neighbours only, so that the
+    least possible loss is known.
 
     Args:
         train_samples: Number of training samples.
@@ -51,7 +51,7 @@ def generate_masked_markov_text(
         for start in range(0, samples, CHUNK_SAMPLES):
             count = min(CHUNK_SAMPLES, samples - start)
             rng = np.random.default_rng([seed, random_stream, start])
-            yield replace_tokens_by_mask(chain.draw(rng, count, sequence), hides, rng)
+            yield replace_tokens_by_mask(chain.draw_texts(rng, count, sequence), hides, rng)
 
     return make_generated_source(
         (train_samples, test_samples),
@@ -122,7 +122,7 @@ def generate_labelled_markov_text(
             rng = np.random.default_rng([seed, classes + random_stream, start])
             text = np.empty((len(of), sequence), np.int64)
             for number, chain in enumerate(chains):
-                text[of == number] = chain.draw(rng, int((of == number).sum()), sequence)
+                text[of == number] = chain.draw_texts(rng, int((of == number).sum()), sequence)
             yield text, _make_noisy_labels(of, classes, rng)
 
     return make_generated_source(

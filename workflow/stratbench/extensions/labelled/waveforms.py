@@ -13,8 +13,8 @@ from stratbench.workload.data.own_files import (
     LabelledSamples,
     SamplesByClass,
     divide_samples_into_train_and_test,
-    list_train_and_test_files,
     list_sample_files,
+    list_train_and_test_files,
 )
 from stratbench.workload.data.sources import DataError, Source, Split
 

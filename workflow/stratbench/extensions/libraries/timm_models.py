@@ -10,8 +10,8 @@ from typing import Any
 
 from stratbench.extensions.libraries.package_files import (
     find_package_folder,
-    missing_package_reason,
     format_name_suggestion,
+    missing_package_reason,
 )
 from stratbench.workload.network.libraries import Library
 

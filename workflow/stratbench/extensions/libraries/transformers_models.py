@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 from stratbench.cell.text.words import format_wrong_value
 from stratbench.extensions.libraries.package_files import (
     find_package_folder,
+    format_name_suggestion,
     iter_config_keys,
     missing_package_reason,
     read_class_definitions,
-    format_name_suggestion,
 )
 from stratbench.workload.data.kinds import SampleFileKind
 from stratbench.workload.data.own_files import hash_sample_files

@@ -27,7 +27,7 @@ class Piece:
     """One step of a forward: its name, its function, and the paths of modules and parameters it uses."""
 
     name: str
-    call: Callable[[nn.Module, Tensor], Tensor]
+    compute_output: Callable[[nn.Module, Tensor], Tensor]
     used_paths: tuple[str, ...]
 
     def iter_used_parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:

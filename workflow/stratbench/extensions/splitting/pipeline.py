@@ -131,7 +131,7 @@ class Pipeline(ModelSplit):
 
     @classmethod
     def indivisible_model_reason(cls, network: str | Model) -> str | None:
-        if models.get_metadata(network).batchnorm:
+        if models.get_model_metadata(network).batchnorm:
             return BATCHNORM
         if not declared.has_pipeline_pieces(network):
             able = list_divisible_models_in_text(declared.has_pipeline_pieces)
@@ -141,7 +141,7 @@ class Pipeline(ModelSplit):
     def indivisible_among_workers_reason(self, network: str | Model, gpus: int) -> str | None:
         stages, max_stages = (
             self.count_pipeline_stages(gpus),
-            models.get_metadata(network).max_stages,
+            models.get_model_metadata(network).max_stages,
         )
         if max_stages is not None and stages > max_stages:
             return f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"

@@ -83,7 +83,7 @@ def measure_unit_costs(model: nn.Module, units: list[list[Piece]], x: Tensor) ->
             FlopCounterMode(display=False, custom_mapping=make_flop_formulas()) as counter,
         ):
             for piece in unit:
-                x = piece.call(like, x)
+                x = piece.compute_output(like, x)
         n_bytes = sum(p.nbytes for p in own)
         flops, shape = counter.get_total_flops(), tuple(x.shape[1:])
         figures.append(MeasuredUnit(flops, n_bytes, shape, sum(kept.values())))
@@ -193,7 +193,7 @@ class StageModule(nn.Module):
         if x.dim() == 4:
             x = x.contiguous(memory_format=self._layout)
         for piece in self.pieces:
-            x = piece.call(model, x)
+            x = piece.compute_output(model, x)
         if self._is_last:
             return x
         x = x.to(self._dtype).contiguous()
@@ -219,7 +219,7 @@ class Stage(PipelineStage):
         """Accept any strides of the model's input, as PyTorch does from 2.13 on."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Return no operations, because `Pipeline._open_connections` has already connected the workers."""
+        """Return no operations, because `Pipeline` has already connected the workers."""
         return []
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:

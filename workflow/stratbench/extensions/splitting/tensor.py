@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     #: A module and the name of one of its parameters.
     ParameterUse = tuple[nn.Module, str]
 
-#: Words of a tensor plan, each a way to divide a module among workers. `make_styles` explains them.
+#: Words of a tensor plan, each a way to divide a module among workers. `make_parallel_styles` explains them.
 WORDS = (
     *("embedding", "first", "norm", "head norm", "input", "colwise", "colwise of input", "rowwise"),
     *("heads", "scores"),
@@ -108,7 +108,7 @@ class TensorParallel(ModelSplit, Sharded):
     ) -> Iterator[str]:
         yield from super().iter_refused_values(options, values)
         for name, network in values["networks"].items():
-            reads_images = models.get_metadata(network).reads_text is False
+            reads_images = models.get_model_metadata(network).reads_text is False
             if options["sequence_parallel"] and reads_images and declared.has_tensor_plan(network):
                 yield (
                     f".models = {name!r}: sequence_parallel: true divides the positions of texts, but the "

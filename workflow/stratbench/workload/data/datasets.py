@@ -91,7 +91,7 @@ def _describe_own_data_set(
     name: str, spec: Mapping[str, Any], prepared_meta: Mapping[str, Any]
 ) -> Dataset:
     own = read_own_data_specification(name, spec)
-    values = own.values
+    values = own.values_by_key
     return Dataset(
         shape=tuple(prepared_meta["shape"]) if prepared_meta else own.shape,
         classes=prepared_meta.get("classes"),

@@ -124,7 +124,7 @@ class MarkovChain:
         """Return the entropy of a token given the previous one, in nats per token (Shannon, 1948)."""
         return float(self.share @ _compute_row_entropies(self.odds))
 
-    def draw(self, rng: np.random.Generator, num_texts: int, length: int) -> np.ndarray:
+    def draw_texts(self, rng: np.random.Generator, num_texts: int, length: int) -> np.ndarray:
         """Return random texts of the chain, int64 [num_texts, length].
 
         Args:
@@ -187,7 +187,7 @@ def generate_markov_text(
     def generate_text_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             count = min(CHUNK_SAMPLES, samples - start)
-            text = chain.draw(
+            text = chain.draw_texts(
                 np.random.default_rng([seed, random_stream, start]), count, sequence + 1
             )
             yield text[:, :-1], text[:, 1:]

@@ -62,7 +62,7 @@ class OwnData:
     #: Kind of the data set: a key of KINDS, or `call`.
     kind_name: str
     #: Values of the config keys, including defaults. Keys that name files are left out.
-    values: dict[str, Any]
+    values_by_key: dict[str, Any]
     #: Paths of files or folders, by the config key that names them.
     paths_by_key: dict[str, list[Path]]
 
@@ -72,7 +72,7 @@ class OwnData:
     @property
     def call(self) -> str:
         """The user's function as `module:name`, or "" if the data set consists of files."""
-        return self.values.get("call", "")
+        return self.values_by_key.get("call", "")
 
     @property
     def task(self) -> str | None:
@@ -83,9 +83,9 @@ class OwnData:
     def shape(self) -> tuple[int, ...] | None:
         """Shape of a sample, or None if it is unknown before the data are read."""
         if self.call:
-            return (self.values["sequence"],) if self.values["sequence"] else None
+            return (self.values_by_key["sequence"],) if self.values_by_key["sequence"] else None
         shape = KINDS[self.kind_name].shape
-        return tuple(self.values[n] if isinstance(n, str) else n for n in shape)
+        return tuple(self.values_by_key[n] if isinstance(n, str) else n for n in shape)
 
     def compute_data_set_identity(
         self, code_folders: Iterable[Path] = (), hash_cache: Path | None = None
@@ -106,20 +106,20 @@ class OwnData:
             samples = KINDS[self.kind_name].samples or own_files.IMAGES
             sha256 = own_files.hash_sample_files(files, samples, hash_cache)
             fingerprint = {"sha256": sha256, "version": None}
-        return {"kind": self.kind_name} | self.values | fingerprint
+        return {"kind": self.kind_name} | self.values_by_key | fingerprint
 
     def open_samples(self) -> OpenedDataSet:
         """Return the data set's samples, their shape and the number of classes."""
         if self.call:
             return own_arrays.open_returned_arrays(
-                str(self), self._call_user_function(), self.values["sequence"]
+                str(self), self._call_user_function(), self.values_by_key["sequence"]
             )
         kind, files = KINDS[self.kind_name], self.paths_by_key[self.kind_name]
         first = files[0] if kind.samples else files
         others = (
             next(iter(self.paths_by_key.get(key, [])), None) for key in kind.further_file_keys
         )
-        options = {k: v for k, v in self.values.items() if k not in AUGMENTATION}
+        options = {k: v for k, v in self.values_by_key.items() if k not in AUGMENTATION}
         source, classes = kind.read(self.name, first, *others, **options)
         return OpenedDataSet(source, self.shape or (), classes, floats=kind.has_float_samples)
 
@@ -128,7 +128,7 @@ class OwnData:
             function = users_code.import_user_callable(self)
         except users_code.ModelError as error:
             raise DataError(str(error)) from error
-        kwargs = self.values["kwargs"]
+        kwargs = self.values_by_key["kwargs"]
         try:
             return function(**kwargs)
         except MemoryError:
@@ -258,7 +258,7 @@ def read_prepared_metadata(folder: Path, identity: Mapping[str, Any]) -> dict[st
 
     Args:
         folder: Folder of the prepared data set.
-        identity: What determines the samples (`compute_identity`).
+        identity: What determines the samples (`compute_data_set_identity`).
     """
     try:
         return read_json(folder / prepared.format_meta_file_name(identity))

@@ -88,13 +88,16 @@ def _prepare_own_data_set(
         "format": prepared.FORMAT,
         "name": own_data_set.name,
         "spec": identity,
-        **{key: own_data_set.values.get(key, off) for key, off in own_data.AUGMENTATION.items()},
+        **{
+            key: own_data_set.values_by_key.get(key, off)
+            for key, off in own_data.AUGMENTATION.items()
+        },
     }
 
     def open_source(download_folder: Path) -> tuple[Source, Dataset]:
         source, shape, classes, *kinds = own_data_set.open_samples()
         samples = source.train.samples, source.test.samples
-        of_texts = own_data_set.task, own_data_set.values.get("vocabulary")
+        of_texts = own_data_set.task, own_data_set.values_by_key.get("vocabulary")
         return source, Dataset(shape, classes, *samples, None, 0, False, *kinds, *of_texts)
 
     return _prepare_data_set_unless_intact(request, out_dir, open_source)

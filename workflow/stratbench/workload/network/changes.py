@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from stratbench.workload.torch_internals import (
     TorchDispatchMode,
-    get_schema_arguments,
     get_buffers,
+    get_schema_arguments,
     get_storage_key,
     get_write_count,
     has_mutable_argument,
@@ -29,7 +29,8 @@ class Attributes:
 
     Args:
         model: The model.
-        names: Paths of the attributes to copy, as `list_changed_paths` returns them, or None for all.
+        names: Paths of the attributes to copy, as `list_changed_attribute_paths` returns them, or None for
+            all.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str] | None = None) -> None:
@@ -138,11 +139,11 @@ class _SavedValue:
         elif isinstance(content, np.ndarray):
             value[...] = content
         elif isinstance(content, list):
-            inner = [k.put_back() for k in content]
+            inner = [k.restore_value() for k in content]
             value.clear()
             value.extend(inner)
         elif isinstance(content, dict):
-            inner = {key: k.put_back() for key, k in content.items()}
+            inner = {key: k.restore_value() for key, k in content.items()}
             value.clear()
             value.update(inner)
         elif isinstance(content, set):
@@ -155,7 +156,7 @@ class Changes(TorchDispatchMode):
     """Context manager that records how a model's parameters, buffers and attributes change.
 
     A parameter is copied before an operator writes to its memory, also by `.data` or a view. Buffers and
-    attributes are copied at the start. `put_back` restores all of them.
+    attributes are copied at the start. `restore_model` restores all of them.
     """
 
     def __init__(self, model: nn.Module) -> None:

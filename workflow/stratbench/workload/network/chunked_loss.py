@@ -92,7 +92,7 @@ def find_output_layer(model: nn.Module, tokens: Tensor) -> nn.Linear:
                 scores = model.eval()(tokens)
         finally:
             model.train()
-            changes.put_back()
+            changes.restore_model()
             for hook in hooks:
                 hook.remove()
     head = next((layer for layer, out in outputs if out is scores), None)

@@ -293,7 +293,7 @@ def run_model_trial(
 
     Args:
         model_or_name: The model.
-        model: The model that `build_for_training` has built.
+        model: The model that `build_model_for_training` has built.
         classes: Number of classes or tokens.
         shape: Shape of the input.
         shard_groups: Shard groups of the model.

@@ -176,7 +176,7 @@ def run_trial_steps(
                 label, model, x, y, list(output_shape), shard_groups, classes, changes
             ).detect_properties()
         finally:
-            changes.put_back()
+            changes.restore_model()
 
 
 class _TrialRun:
@@ -234,7 +234,7 @@ class _TrialRun:
                 n for p, n in trainable.items() if p in reached and reached[p].is_sparse
             ),
             repeatedly_added_parameters=tuple(
-                n for p, n in trainable.items() if p in reached and reached[p].times > 1
+                n for p, n in trainable.items() if p in reached and reached[p].num_additions > 1
             ),
             hooked_parameters=tuple(name for p, name in names.items() if has_gradient_hooks(p)),
             parameters_read_before_call=tuple(names[p] for p in gathering.uncalled),
@@ -522,7 +522,7 @@ class _Gradient:
     """What is known of a parameter's gradient after one backward."""
 
     #: How many times backward has added to the gradient.
-    times: int = 0
+    num_additions: int = 0
     #: Whether the gradient is sparse.
     is_sparse: bool = False
 
@@ -539,7 +539,7 @@ def _record_and_free_gradients(
 
     def record_and_free_gradient(parameter: nn.Parameter) -> None:
         gradient = reached.setdefault(parameter, _Gradient())
-        gradient.times += 1
+        gradient.num_additions += 1
         gradient.is_sparse |= parameter.grad is not None and parameter.grad.layout != torch.strided
         parameter.grad = None
 

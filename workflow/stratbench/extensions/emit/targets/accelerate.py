@@ -15,13 +15,13 @@ from stratbench.extensions.emit.targets.hyperparameters import (
     add_missing_cpu_support_comment,
     add_precision_comment,
     add_script_comments,
-    write_optimizer_call,
     write_lr_schedule_lines,
+    write_optimizer_call,
 )
 from stratbench.extensions.emit.targets.sharding_lines import (
-    describe_gradient_reduction,
     add_mixed_precision_comment,
     add_shard_groups_comment,
+    describe_gradient_reduction,
 )
 
 
@@ -32,7 +32,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         choice: The cell.
         target_strategy: Accelerate's `distributed_type` for the strategy.
     """
-    s, on_cpu = choice.settings, choice.device == "cpu"
+    s, on_cpu = choice.settings, choice.device_type == "cpu"
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
@@ -92,7 +92,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     threads = f" --num_cpu_threads_per_process {s.threads}" if s.threads else ""
     variable = "ACCELERATE_USE_CPU=true " if config["use_cpu"] else ""
     start = f"start: {variable}accelerate launch --config_file FILE{threads} train.py"
-    head = format_comment_lines([*choice.cell_comments, start, *choice.comments])
+    head = format_comment_lines([*choice.cell_comments, start, *choice.file_comments])
     return head + yaml.safe_dump(config, sort_keys=False)
 
 

@@ -12,8 +12,8 @@ from stratbench.extensions.emit.targets.checkpointing import add_checkpointing_c
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
     add_length_and_data_comments,
-    write_optimizer_call,
     write_lr_schedule_lines,
+    write_optimizer_call,
 )
 
 
@@ -39,5 +39,5 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     add_length_and_data_comments(choice)
     workers = choice.get_setting_to_write("gpus")
     start = f"start: deepspeed --num_nodes {choice.num_nodes} --num_gpus {choice.workers_per_node} train.py"
-    comments = [*choice.cell_comments, f"{start} ({workers} workers)", *choice.comments]
+    comments = [*choice.cell_comments, f"{start} ({workers} workers)", *choice.file_comments]
     return json.dumps({"comments": comments, **config}, indent=2) + "\n"

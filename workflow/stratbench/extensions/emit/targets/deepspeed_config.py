@@ -35,7 +35,7 @@ def make_deepspeed_config(choice: ChosenCell) -> dict[str, Any]:
         choice.add_file_comment(
             "DeepSpeed keeps float32 weights here; set this in the script", "precision"
         )
-    if choice.device == "cpu":
+    if choice.device_type == "cpu":
         choice.add_file_comment("start with DS_ACCELERATOR=cpu, as the cell ran on CPU processes")
     if s.strategy != "deepspeed":
         choice.add_file_comment(

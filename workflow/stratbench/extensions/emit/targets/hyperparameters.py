@@ -33,7 +33,10 @@ def get_optimizer_class_and_arguments(choice: ChosenCell) -> tuple[str, dict[str
 
 def find_optimizer_implementation(choice: ChosenCell) -> str:
     """Return the implementation of the optimizer that the cell ran: fused, foreach or for-loop."""
-    implementation, on_gpu = choice.get_setting_to_write("optimizer_impl"), choice.device == "cuda"
+    implementation, on_gpu = (
+        choice.get_setting_to_write("optimizer_impl"),
+        choice.device_type == "cuda",
+    )
     on_gpu = on_gpu and choice.options.get("offload") != "cpu"
     if implementation == "fused" and choice.settings.optimizer == "sgd" and not on_gpu:
         return "for-loop"
@@ -131,7 +134,7 @@ def add_length_and_data_comments(choice: ChosenCell, comments_on_length: bool = 
             "the data set lay on each worker's device; a DataLoader takes longer", "data_placement"
         )
     shape = choice.record["model"].get("input_shape") or ()
-    if choice.device == "cuda" and len(shape) == 3:
+    if choice.device_type == "cuda" and len(shape) == 3:
         choice.add_file_comment("the cell set torch.backends.cudnn.benchmark = True")
         if s.precision in ("bf16", "fp16", "tf32"):
             choice.add_file_comment("the cell's batches were in torch.channels_last")
@@ -187,7 +190,7 @@ def add_missing_cpu_support_comment(choice: ChosenCell, engine: str, missing_fea
         engine: Name of the engine, such as Accelerate.
         missing_feature: Feature that the engine does not have on CPUs, such as FSDP.
     """
-    if choice.device == "cpu":
+    if choice.device_type == "cpu":
         choice.add_file_comment(
             f"the cell ran on CPU processes, where {engine} has no {missing_feature}: use it on GPUs"
         )

@@ -15,8 +15,8 @@ from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_c
 from stratbench.extensions.emit.targets.hyperparameters import (
     add_length_and_data_comments,
     add_missing_cpu_support_comment,
-    write_optimizer_call,
     write_lr_schedule_lines,
+    write_optimizer_call,
 )
 from stratbench.extensions.emit.targets.python_text import (
     UnquotedCode,
@@ -86,11 +86,13 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         ]
     else:
         optimizers.append("    return optimizer")
-    choice.add_file_comment(f"in the script, DataLoader(batch_size={choice.micro_batch_size}, drop_last=True)",
-                "global_batch", "per_worker_batch")  # fmt: skip
+    choice.add_file_comment(
+        f"in the script, DataLoader(batch_size={choice.micro_batch_size}, drop_last=True)",
+        *("global_batch", "per_worker_batch"),
+    )
     add_length_and_data_comments(choice, comments_on_length=False)
     switches = []
-    if s.precision in ("fp32", "tf32") and choice.device == "cuda":
+    if s.precision in ("fp32", "tf32") and choice.device_type == "cuda":
         value = s.precision == "tf32"
         switches = [f"torch.backends.cuda.matmul.allow_tf32 = {value}"]
         switches.append(f"torch.backends.cudnn.allow_tf32 = {value}")
@@ -101,7 +103,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         [
             *choice.cell_comments,
             "start: python train.py (Lightning starts the others)",
-            *choice.comments,
+            *choice.file_comments,
         ]
     )
     return f"{head}\n{body}\n\nstrategy = {strategy}" + write_python_call(
@@ -113,7 +115,7 @@ def list_trainer_arguments(choice: ChosenCell, target_strategy: str) -> dict[str
     """Return the keyword arguments of Lightning's Trainer."""
     s = choice.settings
     arguments: dict[str, Any] = {
-        "accelerator": "cpu" if choice.device == "cpu" else "gpu",
+        "accelerator": "cpu" if choice.device_type == "cpu" else "gpu",
         "devices": choice.workers_per_node,
         "num_nodes": choice.num_nodes,
         "strategy": UnquotedCode("strategy"),

@@ -11,10 +11,10 @@ from stratbench.extensions.emit.targets.ddp_options import (
 )
 from stratbench.extensions.emit.targets.hyperparameters import (
     AUTOCAST,
-    get_optimizer_class_and_arguments,
     add_loss_chunks_comment,
-    write_optimizer_call,
+    get_optimizer_class_and_arguments,
     write_lr_schedule_lines,
+    write_optimizer_call,
 )
 from stratbench.extensions.emit.targets.python_text import split_long_call_line
 from stratbench.extensions.emit.targets.sharding_lines import (
@@ -35,7 +35,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         choice: The cell.
         target_strategy: PyTorch's class or function that wraps the model or the optimizer, or "".
     """
-    s, on_cpu = choice.settings, choice.device == "cpu"
+    s, on_cpu = choice.settings, choice.device_type == "cpu"
     imports = ["import sys", "import torch", "import torch.distributed as dist"]
     imports.append("from stratbench.extensions.emit.work import Work")
     for key in (
@@ -88,7 +88,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
             f"--nnodes {choice.num_nodes} {per_node} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
         )
     start = f"start: torchrun {per_node} FILE RECORD DATA (the cell's record, its prepared data)"
-    head = format_comment_lines([*choice.cell_comments, start, *choice.comments])
+    head = format_comment_lines([*choice.cell_comments, start, *choice.file_comments])
     text = "\n\n".join("\n".join(map(split_long_call_line, lines)) for lines in blocks if lines)
     return f"{head}{format_sorted_imports(imports)}\n\n{text}\n"
 
@@ -100,7 +100,7 @@ def format_sorted_imports(imports: list[str]) -> str:
 
 def write_process_group_lines(choice: ChosenCell, imports: list[str]) -> list[str]:
     """Return the code lines that join the process group and set the worker's device."""
-    on_cpu = choice.device == "cpu"
+    on_cpu = choice.device_type == "cpu"
     lines = [
         f"dist.init_process_group({'gloo' if on_cpu else 'nccl'!r})",
         "rank, workers = dist.get_rank(), dist.get_world_size()",
@@ -147,7 +147,7 @@ def write_model_wrapping_lines(
         return lines
     imports.append("from torch.nn.parallel import DistributedDataParallel")
     keywords = "".join(f", {key}={value!r}" for key, value in list_ddp_arguments(choice).items())
-    devices = "" if choice.device == "cpu" else ", device_ids=[device]"
+    devices = "" if choice.device_type == "cpu" else ", device_ids=[device]"
     lines.append(f"model = DistributedDataParallel(model{devices}{keywords})")
     if hook := choose_communication_hook(choice):
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"

@@ -23,7 +23,7 @@ def write_sharding_lines(
     arguments = ["mesh=mesh"]
     if choice.get_option_to_write("offload") == "cpu":
         names.insert(0, "CPUOffloadPolicy")
-        pin = choice.device == "cuda"
+        pin = choice.device_type == "cuda"
         arguments.append(f"offload_policy=CPUOffloadPolicy(pin_memory={pin})")
     root = list(arguments)
     if policy:

@@ -15,17 +15,17 @@ from stratbench.extensions.emit.targets.ddp_options import (
 )
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    find_optimizer_implementation,
     add_length_and_data_comments,
     add_missing_cpu_support_comment,
     add_pure_bf16_comment,
+    find_optimizer_implementation,
     write_optimizer_call,
 )
 from stratbench.extensions.emit.targets.python_text import write_python_call
 from stratbench.extensions.emit.targets.sharding_lines import (
-    describe_gradient_reduction,
     add_mixed_precision_comment,
     add_shard_groups_comment,
+    describe_gradient_reduction,
 )
 
 
@@ -50,7 +50,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         "dataloader_drop_last": True,
         # By default the Trainer writes a checkpoint at the end.
         "save_strategy": "no",
-        "use_cpu": choice.device == "cpu" and target_strategy in ("", "ddp"),
+        "use_cpu": choice.device_type == "cpu" and target_strategy in ("", "ddp"),
     }
     choice.get_setting_to_write("global_batch")
     if target_strategy == "deepspeed":
@@ -103,7 +103,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     choice.get_setting_to_write("gpus")
     add_length_and_data_comments(choice, comments_on_length=False)
     start = f"start: torchrun --nnodes {choice.num_nodes} --nproc-per-node {choice.workers_per_node} train.py"
-    head = format_comment_lines([*choice.cell_comments, start, *choice.comments])
+    head = format_comment_lines([*choice.cell_comments, start, *choice.file_comments])
     return f"{head}\nfrom transformers import TrainingArguments\n\n" + write_python_call(
         "args = TrainingArguments", arguments
     )
@@ -132,7 +132,7 @@ def make_trainer_optimizer_arguments(choice: ChosenCell) -> dict[str, Any]:
     wanted, sharded = find_optimizer_implementation(choice), s.strategy == "fsdp"
     fused = s.optimizer == "adamw" and wanted == "fused"
     # The implementation that PyTorch chooses if the Trainer sets none.
-    runs = "foreach" if choice.device == "cuda" and not sharded else "for-loop"
+    runs = "foreach" if choice.device_type == "cuda" and not sharded else "for-loop"
     if runs == wanted:
         choice.add_file_comment("torch's own choice here", "optimizer_impl")
     elif not fused:
@@ -179,13 +179,13 @@ def add_number_format_arguments(choice: ChosenCell, arguments: dict[str, Any]) -
     chosen = choice.get_setting_to_write("precision")
     if chosen in ("bf16", "fp16"):
         arguments[chosen] = True
-    elif choice.device == "cuda":
+    elif choice.device_type == "cuda":
         arguments["tf32"] = chosen == "tf32"
     if chosen == "bf16-true":
         add_pure_bf16_comment(choice)
     elif chosen == "fp64":
         choice.add_file_comment("in the script, model.double() and batches in float64", "precision")
-    elif chosen == "tf32" and choice.device == "cpu":
+    elif chosen == "tf32" and choice.device_type == "cpu":
         choice.add_file_comment("a CPU has none", "precision")
 
 

@@ -64,6 +64,10 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     for key in choice.options:
         choice.get_option_to_write(key)
     head = format_comment_lines(
-        [*choice.cell_comments, "put it below `studies: NAME:` of config.yaml", *choice.comments]
+        [
+            *choice.cell_comments,
+            "put it below `studies: NAME:` of config.yaml",
+            *choice.file_comments,
+        ]
     )
     return head + yaml.safe_dump(blocks, sort_keys=False)
