@@ -53,9 +53,6 @@ class SetError(ValueError):
     """A result set cannot be used. The message gives the reason in one sentence."""
 
 
-# ---------------------------------------------------------------- writing
-
-
 def write_bundle_archive(
     out: Path, texts_by_name: Mapping[str, str], study: str, created: str, hosts: str
 ) -> dict[str, Any]:
@@ -104,9 +101,6 @@ def hash_manifest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
-
-
-# ---------------------------------------------------------------- reading
 
 
 def extract_bundle(path: Path, folder: Path) -> dict[str, Any]:

@@ -269,9 +269,6 @@ class BlockRun:
         return hosts
 
 
-# ---------------------------------------------------------------- the segments
-
-
 def run_segments_in_order(
     plan: BlockPlan,
     run_segment: Callable[[str, str], Segment],

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 MATRIX_REPEATS = 3
 #: Fewest and most timed steps of a segment.
 MIN_STEPS, MAX_STEPS = 50, 300
-#: Steps that are discarded before the timed ones: a fewest number, and a share of the timed steps. The loss
-#: scaler of fp16 skips some of a segment's first steps.
+#: Steps that are discarded before the timed ones: at least MIN_DISCARDED, and SHARE_DISCARDED of the timed
+#: steps. Some of a segment's first steps are skipped by the loss scaler of fp16.
 MIN_DISCARDED, SHARE_DISCARDED = 15, 0.2
 #: Two segments of a strategy disagree if their log times differ by more than both limits: MIN_DISAGREEMENT,
 #: and DISAGREEMENT times the study's median difference.

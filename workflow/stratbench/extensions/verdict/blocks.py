@@ -138,9 +138,6 @@ def hash_trained_settings(settings: Settings | Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- results
-
-
 @dataclass(frozen=True, order=True)
 class ComparisonKey:
     """Identity of a comparison: its experiment, model and number of workers."""
@@ -307,9 +304,6 @@ _FIELDS: dict[str, Any] = {
     "segments": list, "hosts": list, "device": str, "gpu_seconds": (int, float), "trained": dict,
     "gpu_names": list,
 }  # fmt: skip
-
-
-# --- the digest of verdict.json -------------------------------------------------------------------
 
 
 def add_verdict_digest(verdict: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,9 +21,6 @@ MAX_STEP_TIME_RATIO = 3.0
 MAX_COPY_DIFFERENCE = 1e-6
 
 
-# ---------------------------------------------------------------- full runs
-
-
 @dataclass(frozen=True)
 class FullRunCorrection:
     """Corrected conclusion of a comparison whose full runs contradict its blocks."""
@@ -172,9 +169,6 @@ def iter_strategies_contradicting_full_runs(
             apart = value - statistics.median(logs)
             if abs(apart) > math.log(MAX_STEP_TIME_RATIO):
                 yield strategy, math.exp(apart)
-
-
-# ---------------------------------------------------------------- blocks
 
 
 def iter_reasons_for_unusable_blocks(blocks: Sequence[PairedBlock]) -> Iterator[str]:

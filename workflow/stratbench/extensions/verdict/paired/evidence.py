@@ -170,9 +170,6 @@ def make_cell_of_strategy(
     return Cell(study, key.experiment, strategy, key.model, comparison.dataset, key.gpus, repeat)
 
 
-# ---------------------------------------------------------------- from files
-
-
 #: Reason why a cell with a SLURM job per worker is in no comparison, and why a user's own command is in none.
 SEPARATE_JOBS_REASON = "its workers are separate jobs, and a block is one allocation"
 OWN_COMMAND_REASON = "it is trained by a command of yours, which cannot run in short segments"

@@ -17,7 +17,7 @@ from stratbench.statistics import moderated
 
 #: Numbers of blocks after which a comparison is evaluated.
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
-#: Fewest blocks for a decision: in general, and if fewer than MIN_SETS sets of nodes ran the blocks.
+#: Fewest blocks for a decision. The second number is for blocks on fewer than MIN_SETS sets of nodes.
 MIN_BLOCKS, MIN_BLOCKS_ON_FEW_NODES = 3, 6
 #: Fewest sets of nodes from which a conclusion is about all nodes of their kind, not only about these nodes.
 MIN_SETS = 3
@@ -336,7 +336,7 @@ class SequentialAnalysis:
         self.again = np.zeros(self.open.shape, dtype=bool)
         self.logs = np.empty((*is_present.shape, 0))
         self.nodes = np.empty((*self.open.shape, 0), dtype=int)
-        #: Number of blocks so far, and index of the leader at the latest look; both [..., comparisons].
+        #: Number of blocks, and index of the leader at the latest look; both have shape [..., comparisons].
         self.blocks, self.leader = np.zeros((2, *self.open.shape), dtype=int)
         #: For a strategy dropped as slower, index of the leader at that time; else -1. The shape is
         #: [..., comparisons, strategies].

@@ -23,21 +23,21 @@ from stratbench.statistics import moderated
 class Noise:
     """Standard deviations of log step times by source; None if unknown, 0 if the blocks show none."""
 
-    #: Between allocations, equal for all strategies.
+    #: Standard deviation between allocations that is the same for all strategies.
     allocation_sd: float | None
-    #: Between allocations, different for each strategy.
+    #: Standard deviation between allocations that is different for each strategy.
     strategy_in_allocation_sd: float | None
-    #: Between two starts of a strategy's processes in one block.
+    #: Standard deviation between two starts of a strategy's processes in one block.
     process_start_sd: float | None
-    #: Of the mean of a segment's steps, from the variation of its steps.
+    #: Standard deviation of the mean over a segment's steps, from the variation of these steps.
     step_mean_sd: float | None
-    #: Of a segment: `process_start_sd` and `step_mean_sd` together.
+    #: Standard deviation of a segment: `process_start_sd` and `step_mean_sd` together.
     segment_sd: float | None
-    #: Of the linear trend over a block, at the ends of the block.
+    #: Standard deviation of the linear trend over a block, at the ends of the block.
     drift_sd: float | None
-    #: Of the log time ratio of two strategies in one block.
+    #: Standard deviation of the log time ratio of two strategies in one block.
     log_ratio_sd: float | None
-    #: Number of blocks that were used.
+    #: Number of blocks from which the values were estimated.
     num_blocks: int
     #: Degrees of freedom of `log_ratio_sd`.
     log_ratio_dof: int
@@ -99,9 +99,9 @@ def estimate_block_noise(blocks: Iterable[PairedBlock]) -> Noise:
                     )
         _add_noise_between_blocks(compared, between, allocation)
     of_segment = segment.value
-    # A block's value is the mean of two segments, which has half the variance of one segment.
     interaction = None
     if between.value is not None and of_segment is not None:
+        # A block's value is the mean of two segments, which has half the variance of one segment.
         interaction = max(0.0, between.value - of_segment / 2)
     process = None
     if of_segment is not None and within.value is not None:

@@ -298,8 +298,6 @@ class RoundReplay:
             filter(None, (block.find_failure_status(strategy) for block in seen)), "missing"
         )
 
-    # ------------------------------------------------------------ full runs
-
     def _request_full_runs(self, round_result: judging.InterimResult) -> None:
         """Request full runs of strategies that would lead, but whose scores are unknown.
 

@@ -217,9 +217,6 @@ def is_comparison_open(state: ComparisonState) -> bool:
     return state.is_open and len(state.comparison.strategies) > 1
 
 
-# ---------------------------------------------------------------- claims
-
-
 def make_conclusion(
     replay: RoundReplay, state: ComparisonState, blocks: list[PairedBlock]
 ) -> tuple[str, str]:
@@ -427,9 +424,6 @@ def convert_log_to_share_or_inf(log_ratio: float) -> float:
     """Return the share by which a ratio exceeds 1, from its logarithm. The share may be infinite."""
     share = convert_log_to_share_or_none(log_ratio)
     return math.inf if share is None else share
-
-
-# ---------------------------------------------------------------- how sure
 
 
 def classify_score(replay: RoundReplay, state: ComparisonState, strategy: str) -> str:
