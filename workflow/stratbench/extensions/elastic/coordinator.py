@@ -150,7 +150,7 @@ class Coordinator:
             threading.Thread(target=work, daemon=True).start()
 
     def get_divergence_reason(self) -> str | None:
-        """Return why the training has diverged, or None if all losses are finite numbers."""
+        """Return the reason if the training has diverged, or None if all losses are finite."""
         for number, epoch in sorted(self.history.totals_by_epoch.items()):
             if not isfinite(epoch.loss_sum):
                 return f"the training loss became {epoch.loss_sum} in epoch {number + 1}"

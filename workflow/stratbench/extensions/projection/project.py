@@ -370,7 +370,7 @@ def _describe_rule(projection: Projection) -> str:
 
 
 def describe_projected_step_time(projection: Projection, unit: str = "GPUs") -> str:
-    """Return a sentence on a projected step time, or why there is none."""
+    """Return a sentence on a projected step time, or on the reason without one."""
     if projection.refusal_reason:
         return f"{projection.workers} {unit}: not projected: {projection.refusal_reason}."
     low, middle, high = (

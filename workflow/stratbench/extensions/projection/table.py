@@ -110,7 +110,7 @@ class TrainingFacts:
         training_steps_by_worker_count: Number of steps of a training, by worker count.
         time_share_to_target_range: Minimum and maximum share of the training time until the target score;
             None if unknown.
-        no_target_reason: Why that share is unknown, if the config has a target.
+        no_target_reason: Reason for an unknown share, if the config has a target.
         price_per_gpu_hour: Price of a GPU per hour; None if unknown or without GPUs.
     """
 

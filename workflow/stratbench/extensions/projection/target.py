@@ -13,7 +13,7 @@ class TargetShare(NamedTuple):
 
     Attributes:
         share_range: Minimum and maximum over records; None if unknown.
-        unknown_reason: Why the share is unknown, if the config has a target; else "".
+        unknown_reason: Reason for an unknown share, if the config has a target; else "".
     """
 
     share_range: tuple[float, float] | None
