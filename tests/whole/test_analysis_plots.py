@@ -121,7 +121,7 @@ def test_the_choice_is_full_thick_and_bold_and_all_others_are_quiet(tmp_path, dr
     data, _ = analysed(tmp_path, fixture.expand(models=("vgg16",)))
     chosen = data.chosen_strategy_and_gpus[0]
     families = {
-        s: marks.FAMILIES[data.marks[s].family].full_and_quiet_light_colours
+        s: marks.FAMILIES[data.marks_by_strategy[s].family].full_and_quiet_light_colours
         for s in data.strategies
     }
     for name in ("training_time", "speedup"):
@@ -321,8 +321,10 @@ def test_figures_have_one_width_and_nothing_leaves_the_sheet(tmp_path, draw):
         name: getattr(data, name).replace({"strategy": long})
         for name in ("cells", "epochs", "summary")
     }
-    variant = data.marks | {long["ddp"]: data.marks["ddp"]}
-    data = plots.FigureData(**renamed, marks=variant, chosen_strategy_and_gpus=(long["ddp"], 2))
+    variant = data.marks_by_strategy | {long["ddp"]: data.marks_by_strategy["ddp"]}
+    data = plots.FigureData(
+        **renamed, marks_by_strategy=variant, chosen_strategy_and_gpus=(long["ddp"], 2)
+    )
     for name, count in all_figures(data):
         found = draw(data, name, count)
         assert found.figure.get_figwidth() * 96 == sheet.WIDTH
@@ -403,7 +405,9 @@ def test_names_from_records_are_no_formulas(tmp_path, draw):
     changed = {
         n: getattr(data, n).replace({"strategy": {"ddp": name}}) for n in ("cells", "summary")
     }
-    data = plots.FigureData(epochs=data.epochs, marks={name: data.marks["ddp"]}, **changed)
+    data = plots.FigureData(
+        epochs=data.epochs, marks_by_strategy={name: data.marks_by_strategy["ddp"]}, **changed
+    )
     figure = draw(data, "training_time").figure
     with plt.rc_context(sheet.RC):
         assert r"\frac{$" in sheet.render_svg(figure)
@@ -589,7 +593,7 @@ def test_a_new_strategy_needs_nothing_to_be_drawn(tmp_path, draw):
     own = {name: getattr(data, name).assign(strategy="mine") for name in ("epochs", "summary")}
     own["cells"] = data.cells.assign(strategy="mine", strategy_base="mine")
     (data,) = plots.build_figure_data(**own)
-    assert data.marks["mine"].family == "other"
+    assert data.marks_by_strategy["mine"].family == "other"
     for name, count in all_figures(data):
         assert any("mine" in text for text in draw(data, name, count).texts), name
 
@@ -613,7 +617,7 @@ def test_a_figure_over_epochs_is_not_called_by_the_last_one():
 
 def test_tables_of_no_epochs_draw_no_scores(tmp_path):
     data, _ = analysed(tmp_path, fixture.expand(("ddp",), ("vgg16",)))
-    empty = plots.FigureData(data.cells, data.epochs.iloc[:0], data.summary, data.marks)
+    empty = plots.FigureData(data.cells, data.epochs.iloc[:0], data.summary, data.marks_by_strategy)
     assert not {name for name, _ in all_figures(empty)} & {"score", "score_over_time"}
     assert isinstance(empty.epochs, pd.DataFrame)
 

@@ -100,7 +100,7 @@ def write_page(
         log.write_text("constructed\n")
     out = study_dir / "partial" if "--partial" in options else study_dir
     out.mkdir(exist_ok=True)
-    asked = collect.Expectations(targets={cell.experiment: 0.6 for cell in cells})
+    asked = collect.Expectations(target_scores={cell.experiment: 0.6 for cell in cells})
     collect.collect_records(cells, study_dir, out / "cells.csv", out / "epochs.csv", asked)
     common = ["--cells", str(out / "cells.csv")]
     records = ["--study-dir", str(study_dir)]

@@ -126,7 +126,7 @@ def test_a_time_to_the_target_says_how_many_repeats_never_reached_it(tmp_path):
 
     cells = small(repeats=3)
     study_dir = fixture.write_study(tmp_path, cells, change=change)
-    asked = collect.Expectations(targets={"main": 0.8})
+    asked = collect.Expectations(target_scores={"main": 0.8})
     collect.collect_records(
         cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv", asked
     )

@@ -587,7 +587,7 @@ def study(tmp_path_factory) -> tuple[Path, pd.DataFrame, list[dict]]:
         for c in fixture.expand(names, ("vgg16",), (1, 2), experiment=name, dataset=name)
     ]
     folder = fixture.write_study(root, cells, change=lambda c, r: kinds[c.experiment](r))
-    asked = collect.Expectations(targets={"text": 1.7, "images": 0.9})
+    asked = collect.Expectations(target_scores={"text": 1.7, "images": 0.9})
     assert (
         collect.collect_records(cells, folder, folder / "cells.csv", folder / "epochs.csv", asked)
         == []

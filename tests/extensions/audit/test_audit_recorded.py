@@ -92,7 +92,7 @@ def test_two_of_equal_arithmetic_that_differ_are_both_named():
 )
 def test_what_is_no_row_of_a_timeline_is_left_out(lines, expected):
     timeline = parse_timeline(lines)
-    assert (timeline and len(timeline.series)) == expected
+    assert (timeline and len(timeline.series_by_source)) == expected
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "many"])

@@ -58,10 +58,10 @@ class Curve:
     """A strategy's line in a chart: its points in order, and the ends of their intervals, if any."""
 
     strategy: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
+    x_values: Sequence[float]
+    y_values: Sequence[float]
+    interval_low: Sequence[float] = ()
+    interval_high: Sequence[float] = ()
     is_chosen_strategy: bool = False
     #: Text after the strategy's name, such as a dagger.
     text_after_name: str = ""
@@ -82,7 +82,7 @@ class CurveChart:
     """Content and style of a line chart."""
 
     curves: Sequence[Curve]
-    marks: Mapping[str, Mark]
+    marks_by_strategy: Mapping[str, Mark]
     x_label: str
     x_unit: str = ""
     #: Ticks of the horizontal axis; round numbers if empty.
@@ -141,11 +141,11 @@ def draw_curves(chart: CurveChart) -> Figure:
     names = []
     for curve in chart.curves:
         mark, text = (
-            chart.marks[curve.strategy],
+            chart.marks_by_strategy[curve.strategy],
             shorten_name(curve.strategy) + curve.text_after_name,
         )
         draw_curve(axes, curve, mark)
-        if known := [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y == y]:
+        if known := [(x, y) for x, y in zip(curve.x_values, curve.y_values, strict=True) if y == y]:
             colour = choose_mark_colour(mark, True) if curve.is_chosen_strategy else INK
             names.append(LineName(text, colour, curve.is_chosen_strategy, known[-1]))
     write_line_names(axes, names)
@@ -158,7 +158,7 @@ def has_visible_intervals(chart: CurveChart) -> bool:
     ends = (
         (low, high, CHOSEN_MARK if curve.is_chosen_strategy else MARK)
         for curve in chart.curves
-        for low, high in zip(curve.low, curve.high, strict=True)
+        for low, high in zip(curve.interval_low, curve.interval_high, strict=True)
         if low == low
     )
     share = ((math.log(h / low) if chart.has_log_y else h - low, mark) for low, h, mark in ends)
@@ -174,7 +174,7 @@ def limit_number_of_notes(notes: Sequence[str]) -> list[str]:
 
 def compute_x_limits(chart: CurveChart) -> tuple[float, float]:
     """Return the ends of the horizontal axis, which spans exactly the points and ticks."""
-    known = [*(v for c in chart.curves for v in c.x), *chart.x_ticks] or [0.0, 1.0]
+    known = [*(v for c in chart.curves for v in c.x_values), *chart.x_ticks] or [0.0, 1.0]
     low, high = min(known), max(known)
     if low == high:
         return (low / 2, high * 2) if chart.has_log_x else (low - 1, high + 1)
@@ -185,9 +185,9 @@ def compute_x_limits(chart: CurveChart) -> tuple[float, float]:
 
 def compute_y_limits(chart: CurveChart) -> tuple[float, float]:
     """Return the ends of the vertical axis, which begins at 0 or below the lowest point."""
-    values = [v for c in chart.curves for v in c.y if v == v]
+    values = [v for c in chart.curves for v in c.y_values if v == v]
     known = add_clipped_interval_ends(
-        values, [v for c in chart.curves for v in (*c.low, *c.high) if v == v]
+        values, [v for c in chart.curves for v in (*c.interval_low, *c.interval_high) if v == v]
     )
     known += [chart.horizontal_line_and_label[0]] if chart.horizontal_line_and_label else []
     if chart.y_starts_at_zero or chart.has_log_y:
@@ -199,7 +199,7 @@ def compute_y_limits(chart: CurveChart) -> tuple[float, float]:
 
 def draw_ideal_speedup_line(axes: Axes, chart: CurveChart) -> None:
     """Draw the line of ideal speedup (n on n workers), up to the largest value."""
-    known = [v for c in chart.curves for v in c.y if v == v]
+    known = [v for c in chart.curves for v in c.y_values if v == v]
     first, last = min(chart.x_ticks), min(max(chart.x_ticks), max(known, default=0))
     if last > 1.5 * first:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
@@ -226,14 +226,14 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
             "linewidth": width * PX,
             "linestyle": parse_dash_pattern(mark.line_dash_pattern),
         }
-        axes.plot(curve.x, curve.y, zorder=3 + over, **line)
-    for x, low, high in zip(curve.x, curve.low, curve.high, strict=False):
+        axes.plot(curve.x_values, curve.y_values, zorder=3 + over, **line)
+    for x, low, high in zip(curve.x_values, curve.interval_low, curve.interval_high, strict=False):
         if low == low:
             axes.plot([x, x], [low, high], color=colour, linewidth=1.5 * PX, zorder=3 + over)
-    step = max(1, -(-len(curve.x) // MAX_MARKS))
+    step = max(1, -(-len(curve.x_values) // MAX_MARKS))
     width_px = CHOSEN_MARK if curve.is_chosen_strategy else MARK
     draw_mark(
-        axes, curve.x, curve.y, mark, curve.is_chosen_strategy, width_px,
+        axes, curve.x_values, curve.y_values, mark, curve.is_chosen_strategy, width_px,
         zorder=3.5 + over, markevery=step,
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ class FigureData:
     cells: pd.DataFrame
     epochs: pd.DataFrame
     summary: pd.DataFrame
-    marks: Mapping[str, Mark]
+    marks_by_strategy: Mapping[str, Mark]
     #: The chosen strategy and number of workers; None without a choice.
     chosen_strategy_and_gpus: tuple[str, int] | None = None
     #: The fraction by which two times may differ and still count as equal.

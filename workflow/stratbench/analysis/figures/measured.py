@@ -78,7 +78,7 @@ def draw_figure_with_strategy_rows(data: FigureData, measure: Measure) -> Captio
         band = ends[0] * factor, ends[1] * factor
     chart = RowChart(
         lines,
-        data.marks,
+        data.marks_by_strategy,
         has_log_scale=of_time,
         unit=unit,
         equality_band=band,
@@ -136,8 +136,8 @@ def add_model_states_to_points(
     return [
         Point(
             p.value,
-            p.low,
-            p.high,
+            p.interval_low,
+            p.interval_high,
             p.workers_text,
             p.is_chosen_candidate,
             by_count.get(p.workers_text, only),
@@ -314,7 +314,7 @@ def draw_scaling_figure(data: FigureData, measure: Measure) -> CaptionedFigure:
     log = data.worker_counts[-1] > LINEAR_UP_TO
     chart = CurveChart(
         curves,
-        data.marks,
+        data.marks_by_strategy,
         pluralize(choose_noun_for_workers(data.cells["device_kind"])),
         x_ticks=data.worker_counts,
         has_log_x=log,
@@ -345,9 +345,11 @@ def iter_scaling_caption_sentences(
             "the same strategy on one worker" if measure.baseline == "self" else measure.baseline
         )
         yield f"Training throughput divided by the throughput of {baseline}."
-        best = max(chart.curves, key=lambda c: max(v for v in c.y if v == v), default=None)
+        best = max(chart.curves, key=lambda c: max(v for v in c.y_values if v == v), default=None)
         if best is not None:
-            maximum, gpus = max((b, a) for a, b in zip(best.x, best.y, strict=True) if b == b)
+            maximum, gpus = max(
+                (b, a) for a, b in zip(best.x_values, best.y_values, strict=True) if b == b
+            )
             yield f"The maximum is {maximum:.2f}, by {best.strategy} × {gpus}."
     if has_visible_intervals(chart):
         yield from describe_drawn_intervals(drawn, "Bars")
@@ -408,7 +410,7 @@ def draw_score_curves(
     least, rows = data.score.best_possible_score, data.select_summary_rows("score")
     chart = CurveChart(
         curves,
-        data.marks,
+        data.marks_by_strategy,
         y_starts_at_zero=False,
         horizontal_line_and_label=None
         if least is None

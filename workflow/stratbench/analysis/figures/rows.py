@@ -53,8 +53,8 @@ class Point:
     """A value on a row of a chart, with the ends of the value's interval, if any."""
 
     value: float
-    low: float | None = None
-    high: float | None = None
+    interval_low: float | None = None
+    interval_high: float | None = None
     #: The number of workers, which is written in the mark. If empty, the strategy's own mark is drawn.
     workers_text: str = ""
     is_chosen_candidate: bool = False
@@ -79,7 +79,7 @@ class RowChart:
     """Content and style of a chart with a row per strategy."""
 
     rows: Sequence[FigureRow]
-    marks: Mapping[str, Mark]
+    marks_by_strategy: Mapping[str, Mark]
     has_log_scale: bool = False
     unit: str = ""
     #: The ends of the shaded band of values that count as equal; None without a band.
@@ -131,7 +131,7 @@ class RowScale:
         points = [p for row in chart.rows for p in row.points]
         values = [v for p in points for v in (p.value, p.model_states_value) if v is not None]
         values = add_clipped_interval_ends(
-            values, [v for p in points for v in (p.low, p.high) if v is not None]
+            values, [v for p in points for v in (p.interval_low, p.interval_high) if v is not None]
         )
         values += [
             *(chart.equality_band or ()),
@@ -159,11 +159,11 @@ def has_visible_row_intervals(chart: RowChart) -> bool:
     """Return whether any interval of a chart is wider than the mark of its point."""
     scale = RowScale.from_chart(chart)
     return any(
-        scale.compute_pixel_position(p.high) - scale.compute_pixel_position(p.low)
+        scale.compute_pixel_position(p.interval_high) - scale.compute_pixel_position(p.interval_low)
         > compute_point_mark_width_px(p)
         for row in chart.rows
         for p in row.points
-        if p.low is not None and p.high is not None
+        if p.interval_low is not None and p.interval_high is not None
     )
 
 
@@ -200,7 +200,7 @@ def draw_row_chart(chart: RowChart) -> Figure:
     for row, of, low, end, height in zip(
         chart.rows, lanes, lowest, accumulate(heights), heights, strict=True
     ):
-        middle, mark = end - height + ROW / 2, chart.marks[row.strategy]
+        middle, mark = end - height + ROW / 2, chart.marks_by_strategy[row.strategy]
         draw_row_name(axes, middle, row.strategy, mark, row.is_chosen_strategy)
         axes.axhline(middle, color=LINE, zorder=1)
         full = choose_mark_colour(mark, True) if row.is_chosen_strategy else MUTED
@@ -271,9 +271,15 @@ def draw_horizontal_scale(axes: Axes, chart: RowChart, scale: RowScale) -> None:
 def draw_point_of_row(axes: Axes, point: Point, mark: Mark, y: float) -> None:
     """Draw a point of a row: its interval, its part of model states, and its mark."""
     colour, chosen = choose_mark_colour(mark, point.is_chosen_candidate), point.is_chosen_candidate
-    if point.low is not None and point.high is not None:
+    if point.interval_low is not None and point.interval_high is not None:
         width = (3.5 if chosen else 1.75) * PX
-        axes.plot([point.low, point.high], [y, y], color=colour, linewidth=width, zorder=2)
+        axes.plot(
+            [point.interval_low, point.interval_high],
+            [y, y],
+            color=colour,
+            linewidth=width,
+            zorder=2,
+        )
     if point.model_states_value is not None:
         axes.vlines(
             point.model_states_value, y - 7, y + 7, color=colour, linewidth=2 * PX, zorder=3

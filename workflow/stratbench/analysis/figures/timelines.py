@@ -108,7 +108,7 @@ def draw_timelines(data: FigureData, panels: Sequence[Panel], unit: str) -> Figu
     used = PANEL / (PANEL + BETWEEN)
     for i, (cell, timeline, worker_lines) in enumerate(panels):
         bottom, strategy = i + used, str(cell["strategy"])
-        mark, chosen = data.marks[strategy], data.is_chosen_strategy(strategy)
+        mark, chosen = data.marks_by_strategy[strategy], data.is_chosen_strategy(strategy)
         draw_row_name(axes, i + used / 2, strategy, mark, chosen)
         axes.axhline(i, color=LINE, zorder=1)
         axes.axhline(bottom, color=RULE, zorder=1.5)

@@ -89,7 +89,7 @@ def draw_step_time_bars(data: FigureData, parts: pd.DataFrame) -> Figure:
         )  # fmt: skip
         done += parts[part]
     for y, (name, width) in enumerate(done.items()):
-        chosen, mark = data.is_chosen_strategy(str(name)), data.marks[str(name)]
+        chosen, mark = data.is_chosen_strategy(str(name)), data.marks_by_strategy[str(name)]
         draw_row_name(axes, y, str(name), mark, chosen)
         full = choose_mark_colour(mark, True) if chosen else MUTED
         place = create_shifted_transform(axes, 6, transform=axes.transData)
@@ -183,7 +183,7 @@ def draw_tradeoff(
     for key, (time, score, _) in points.iterrows():
         chosen = data.chosen_strategy_and_gpus == key
         size, over = (11, 5) if chosen else (7, 4)
-        draw_mark(axes, time, score, data.marks[key[0]], chosen, size, zorder=over)
+        draw_mark(axes, time, score, data.marks_by_strategy[key[0]], chosen, size, zorder=over)
     apply_layout(axes)
     to_values = axes.transData.inverted().transform
     at = axes.transData.transform(points[["training_time", "score"]].to_numpy(float))
@@ -197,7 +197,7 @@ def draw_tradeoff(
         *rivals,
     ]:
         chosen, doubt = key == data.chosen_strategy_and_gpus, DOUBT if flags.get(key) else ""
-        colour = choose_mark_colour(data.marks[key[0]], True) if chosen else INK
+        colour = choose_mark_colour(data.marks_by_strategy[key[0]], True) if chosen else INK
         text = f"{shorten_name(key[0])} × {key[1]}{doubt}"
         name = draw_text(axes, 0, 0, text, colour, bold=chosen, zorder=6)
         box = find_box_for_name(
@@ -260,7 +260,7 @@ def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
         curves.append(Curve(str(name), places, (100 * shares).tolist(), is_chosen_strategy=chosen))
     shown = CurveChart(
         curves,
-        data.marks,
+        data.marks_by_strategy,
         "updates that a push is behind",
         has_whole_x_ticks=True,
     )

@@ -56,7 +56,7 @@ class Facts:
         """
         if self.timeline is None:
             return None
-        return self.timeline.series.get((get_host_name(worker) or "", kind, name or ""))
+        return self.timeline.series_by_source.get((get_host_name(worker) or "", kind, name or ""))
 
     def find_gpu_sample_series(self, worker: dict[str, Any]) -> SampleSeries | None:
         """Return the samples of a worker's GPU, or None without samples."""

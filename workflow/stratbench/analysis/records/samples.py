@@ -130,11 +130,15 @@ def summarize_samples_by_column(
 class Timeline:
     """The samples of a cell, summarised per source: by node, kind (host, process, gpu) and id."""
 
-    series: dict[tuple[str, str, str], SampleSeries]
+    series_by_source: dict[tuple[str, str, str], SampleSeries]
 
     def select_series_of_kind(self, kind: str) -> dict[tuple[str, str], SampleSeries]:
         """Return the summaries of sources of one kind (host, process or gpu), by node and id."""
-        return {(node, name): one for (node, its, name), one in self.series.items() if its == kind}
+        return {
+            (node, name): one
+            for (node, its, name), one in self.series_by_source.items()
+            if its == kind
+        }
 
 
 def read_timeline(path: Path) -> Timeline | None:
