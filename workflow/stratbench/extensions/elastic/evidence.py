@@ -14,7 +14,13 @@ class PresenceEvidence(Evidence):
     """Evidence for a decision on how long elastic workers had a GPU allocated."""
 
     def replace_measured_times(self, candidate: Candidate, groups: Repeats, group: Group) -> None:
-        """Set a candidate's GPU-seconds and mean number of present workers, if its records have them."""
+        """Set a candidate's GPU-seconds and mean number of present workers, if its records have them.
+
+        Args:
+            candidate: Candidate of the decision.
+            groups: All groups of repeats.
+            group: The group of the candidate's repeats.
+        """
         columns = ("allocated_s", "idle_s", "train_time_s")
         values = [list(groups.values(group, name).values()) for name in columns]
         if all(values):
