@@ -30,6 +30,13 @@ def request_workers(
 
     The cell's own job requests memory and CPUs only for servers. It requests more time than the training
     takes, because worker jobs wait in the queue.
+
+    Args:
+        cell: The cell.
+        settings: Settings of the cell.
+        cluster: The block `cluster` of the config.
+        time_limit_s: Time limit of the training in seconds, or None.
+        needs: Memory and time that the plan predicts for the cell.
     """
     if "elastic" not in settings.more:
         return None
