@@ -94,7 +94,7 @@ def check_setup_keeps_scores(
             f"other scores than the whole model (the difference is {error.item():.2g} times the largest "
             f"score); correct {strategy.stated_by}"
         )
-    if names := strategy.list_partly_trained_parameters(x, y):
+    if names := strategy.list_parameters_with_partial_gradient(x, y):
         raise Refused(
             f"{models.describe_model(network)}: with sequence_parallel: true each worker would train "
             f"the parameters {format_names(names)} on its own positions only; in tensor_plan, give the "
