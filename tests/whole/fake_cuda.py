@@ -156,7 +156,7 @@ def channel_to_nobody(strategy: ParameterServer) -> Any:
 
     channel = mock.create_autospec(client.Channel, instance=True)
     channel.wait_s, channel.sent_and_received_bytes_by_server = 0.0, [0, 0]
-    channel.send_during_backward.side_effect = staging.copy_during_backward
+    channel.send_gradients_during_backward.side_effect = staging.copy_buckets_during_backward
     channel.rehearse_exchange.side_effect = channel.push_pull.side_effect = push
     channel.wait_for_first_ticket.return_value = Ticket(0, 0, 0, 0)
     return channel

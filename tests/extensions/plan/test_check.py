@@ -178,7 +178,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | 
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the check leaves to other processes is done in this one."""
-    monkeypatch.setattr(cache, "make_pool", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(cache, "make_process_pool", lambda *_: ThreadPoolExecutor(1))
 
 
 @pytest.fixture(autouse=True)
@@ -559,7 +559,9 @@ def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_
     config, study = make_model_study({"Plain": None}, strategies=["fsdp"])
     config |= {"results": str(tmp_path)}
     monkeypatch.setattr(
-        check, "_find_refusal_reason", lambda *_: pytest.fail("it was walked through twice")
+        check,
+        "_find_strategy_refusal_reason",
+        lambda *_: pytest.fail("it was walked through twice"),
     )
     checked = check.check_study(config, study)
     assert not checked.refusal_reasons_by_cell
