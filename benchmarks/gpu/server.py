@@ -89,7 +89,7 @@ def pushed(job: Job) -> dict[str, Any]:
             recording.__enter__()
         armed = epoch not in TURNS or done % 2 == 0
         if not armed:
-            strategy.channel.send_during_backward = lambda *args, **kwargs: None
+            strategy.channel.send_gradients_during_backward = lambda *args, **kwargs: None
         synchronise(worker.device)
         began = time.perf_counter()
         order = draw_epoch_order(data.train_samples, worker.settings.seed, epoch).to(worker.device)

@@ -133,7 +133,9 @@ def set_up(
     groups = models.list_shard_groups(s.model, model)
     cls = get_strategy_class(s.strategy)
     strategy = cls(cls.Options(**s.options))
-    worker = Worker(s, 0, job.world_size, job.count_workers_on_node_of_rank(0), device, job.folder, groups)
+    worker = Worker(
+        s, 0, job.world_size, job.count_workers_on_node_of_rank(0), device, job.folder, groups
+    )
     strategy.setup(model, worker)
     torch.manual_seed(s.seed + 1)
     log = PhaseLog(job.folder.get_phase_log_path(0), 0, job.origin_s)

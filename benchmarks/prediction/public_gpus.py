@@ -130,7 +130,7 @@ def measure_all() -> list[Measured]:
             larger = c["experiment"] | {"per_worker_batch": int(failed)}
             on_failed = planner.plan({**c, "experiment": larger}).fit.verdict
         batch, threads = planned.subject.samples_per_step, planned.fit.resident_threads
-        last = planned.footprint.footprint_per_stage[-1]
+        last = planned.footprint.footprints_of_stages[-1]
         allocated_bytes = last.compute_training_peak(batch, threads).n_bytes
         reserved_bytes = last.reserved_bytes(batch, threads)
         found.append(Measured(name, c, own, planned, on_failed, allocated_bytes, reserved_bytes))

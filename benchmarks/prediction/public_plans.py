@@ -13,16 +13,16 @@ import torch
 import yaml
 
 from stratbench.extensions.plan.check import (
-    StudyCheck,
     CheckResult,
     Network,
     Rehearsal,
+    StudyCheck,
     make_footprint_or_error,
 )
 from stratbench.extensions.plan.footprint.drawn_out import TraceMismatchError
 from stratbench.extensions.plan.footprint.few_parts import FEW, MORE, extrapolate_accumulated_parts
 from stratbench.extensions.plan.footprint.footprint import Footprint
-from stratbench.extensions.plan.footprint.processes import prepare_process
+from stratbench.extensions.plan.footprint.processes import prepare_pool_process
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.needs import CellToPlan, make_cell_to_plan
 from stratbench.extensions.plan.schedule import PlannedCell, make_plan
@@ -52,7 +52,7 @@ class Planner:
         models: Mapping[str, Any],
         blocks_of: Callable[[Request], tuple[str, int] | None] = lambda request: None,
     ):
-        prepare_process()
+        prepare_pool_process()
         torch.set_num_threads(1)
         self.models, self.blocks_of = dict(models), blocks_of
         self.footprints: dict[Request, Footprint | str] = {}

@@ -248,7 +248,9 @@ class World:
         """The comparison's entry of verdict.json at the end of all rounds, and the number of full runs."""
         evidence = self.evidence()
         while not (found := find_next_round(evidence)).is_verdict_done:
-            blocks = {(self.place, entry["block"]): self.block(entry) for entry in found.block_entries}
+            blocks = {
+                (self.place, entry["block"]): self.block(entry) for entry in found.block_entries
+            }
             runs = {cell: self.full_run(cell) for cell in found.cells_to_train_in_full}
             evidence = replace(
                 evidence,

@@ -331,9 +331,7 @@ def uncorrected():
 def screening_whatever_the_noise():
     """The known mistake of dropping strategies after one block without a look at how it scatters."""
     add_blocks = judging.SequentialAnalysis.add_blocks
-    return _with(
-        judging.SequentialAnalysis, add_blocks=lambda self, *of: add_blocks(self, *of[:3])
-    )
+    return _with(judging.SequentialAnalysis, add_blocks=lambda self, *of: add_blocks(self, *of[:3]))
 
 
 def intervals_of_a_leader_known_before():

@@ -113,7 +113,7 @@ def evaluated_by_all(
     told, rounds = [], []
     monkeypatch.setattr(loop, "compute_test_loss_and_score", told.append)
     monkeypatch.setattr(dist, "all_reduce", lambda sums: None)
-    for rank in range(mesh.workers):
+    for rank in range(mesh.num_workers):
         calls.clear()
         loop.evaluate_test_set(strategy, data, task, rank, mesh)
         rounds.append(len(calls))

@@ -40,7 +40,9 @@ def test_the_workers_that_divide_a_layer_are_neighbours(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_worker_of_each_replica_counts_and_has_the_loss(mesh):
-    speakers = [mesh.get_coordinate(rank) for rank in range(mesh.workers) if mesh.reports_for_replica(rank)]
+    speakers = [
+        mesh.get_coordinate(rank) for rank in range(mesh.workers) if mesh.reports_for_replica(rank)
+    ]
     assert [p.replica for p in speakers] == list(range(mesh.replicas))
     assert {p.stage for p in speakers} == {mesh.stages - 1}
 
@@ -81,7 +83,9 @@ def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
         )
         share = torch.stack(list(strategy.batches(order, 0)))
         assert share.shape == (2, 12 // mesh.replicas)
-        taken.setdefault(mesh.get_coordinate(rank).replica, set()).add(tuple(share.flatten().tolist()))
+        taken.setdefault(mesh.get_coordinate(rank).replica, set()).add(
+            tuple(share.flatten().tolist())
+        )
     assert all(len(shares) == 1 for shares in taken.values())
     seen = [i for (share,) in taken.values() for i in share]
     assert sorted(seen) == sorted(order[:24].tolist())

@@ -106,7 +106,10 @@ def test_static_facts_identify_the_gpu():
         "pcie_width": 16,
         "nvlinks_active": 10,
     }
-    assert nvml.read_driver_versions() == {"driver_version": "550.54.15", "cuda_driver_version": "12.4"}
+    assert nvml.read_driver_versions() == {
+        "driver_version": "550.54.15",
+        "cuda_driver_version": "12.4",
+    }
     assert nvml.list_gpu_pair_paths() == [{"gpus": [0, 1], "path": "PXB"}]
 
 

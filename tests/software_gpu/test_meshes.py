@@ -74,9 +74,9 @@ def test_each_rank_holds_and_sends_what_the_plan_says(
     assert row["states_bytes_predicted"] == row["states_bytes_measured"]
     assert row["sent_bytes_predicted"] == pytest.approx(row["sent_bytes_measured"], rel=1e-9)
     mesh, samples = Mesh(**record["strategy"]["mesh"]), planned.subject.samples_per_step
-    assert len(planned.footprint.footprint_per_stage) == mesh.stages
+    assert len(planned.footprint.footprints_of_stages) == mesh.stages
     for worker in record["workers"]:
-        of_rank = planned.footprint.footprint_per_stage[mesh.get_coordinate(worker["rank"]).stage]
+        of_rank = planned.footprint.footprints_of_stages[mesh.get_coordinate(worker["rank"]).stage]
         peak = of_rank.compute_training_peak(samples, RESIDENT).n_bytes + planned.needs.data_bytes
         held = worker["memory"]["requested_peak_bytes"] - worker["memory"]["cublas_bytes"]
         assert held == pytest.approx(peak, rel=PEAK, abs=PEAK_BYTES), worker["rank"]

@@ -37,7 +37,7 @@ def planner(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import public_plans
 
-    monkeypatch.setattr(public_plans, "prepare_process", lambda: None)
+    monkeypatch.setattr(public_plans, "prepare_pool_process", lambda: None)
     return public_plans.Planner
 
 

@@ -40,7 +40,7 @@ class Cell:
             lambda score: score is not None and score >= 0.9,
         )
         self.coordinator.start_threads()
-        listeners.publish(self.folder.server_rendezvous_path, 0)
+        listeners.publish_addresses(self.folder.server_rendezvous_path, 0)
         self.broken: list[int] = []
 
     def seat(self, number: int, leaving: threading.Event | None = None) -> WorkerMembership:

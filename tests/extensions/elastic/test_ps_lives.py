@@ -172,8 +172,8 @@ def channel_over(*servers):
 def test_a_worker_that_waits_for_weights_hears_that_the_training_is_over(waits):
     """It may be before its last ticket: who was to release the weights may be gone."""
     channel, _ = channel_over(0)
-    channel._incarnation, channel._push_tensors, found = 1, channel._expect_reply, []
-    channel._expect_reply()
+    channel._incarnation, channel._push_tensors, found = 1, channel._prepare_for_reply, []
+    channel._prepare_for_reply()
     channel._accept_ticket(Ticket(7, 0, 0, 0))
     call = {
         "_await_reply": lambda: channel._await_reply(0.0),

@@ -110,7 +110,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "masked_texts.py").write_text(NETWORKS)
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cache, "make_pool", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(cache, "make_process_pool", lambda *_: ThreadPoolExecutor(1))
     yield tmp_path
     sys.modules.pop("masked_texts", None)
 
@@ -176,7 +176,9 @@ def test_stages_with_masks_are_measured(code):
 def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypatch, most, said):
     followed = []
     monkeypatch.setattr(check, "MAX_REAL_PARAMETERS", most)
-    monkeypatch.setattr(check, "make_footprint_from_few_parts", lambda *asked: followed.append(asked))
+    monkeypatch.setattr(
+        check, "make_footprint_from_few_parts", lambda *asked: followed.append(asked)
+    )
     checked = checked_of(code, ["Reads"], STRATEGIES)
     assert not followed
     assert not checked.refusal_reasons_by_cell

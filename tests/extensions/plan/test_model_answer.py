@@ -295,9 +295,11 @@ def test_equal_blocks_of_a_module_are_followed_once(monkeypatch):
         nn.Embedding(64, 32), nn.Sequential(*(layer() for _ in range(10))), nn.Linear(32, 64)
     )
     followed = []
-    original = drawn_out.extrapolate_footprint
+    original = drawn_out.extrapolate_footprint_to_all_blocks
     monkeypatch.setattr(
-        drawn_out, "extrapolate_footprint", lambda *a: followed.append(a[1]) or original(*a)
+        drawn_out,
+        "extrapolate_footprint_to_all_blocks",
+        lambda *a: followed.append(a[1]) or original(*a),
     )
     by_blocks = stratbench.estimate(model, tokens(4))
     assert followed == [("1", 10)]

@@ -13,7 +13,7 @@ from torch import nn
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks, fake
 from stratbench.extensions.plan.footprint.drawn_out import (
     TraceMismatchError,
-    extrapolate_footprint,
+    extrapolate_footprint_to_all_blocks,
     make_footprint_from_few_blocks,
 )
 from stratbench.extensions.plan.footprint.equal_blocks import (
@@ -141,7 +141,7 @@ def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
     request = request_of(name, strategy, activation_checkpointing=checkpointing, **changes)
     blocks = blocks_of(request)
     assert blocks == ("blocks", 12 if strategy == "tensor" else LAYERS)
-    drawn = extrapolate_footprint(partial(trace_two_steps, request, 0, None), blocks)
+    drawn = extrapolate_footprint_to_all_blocks(partial(trace_two_steps, request, 0, None), blocks)
     assert_equal(drawn, make_footprint(request), request.num_accumulated_parts)
 
 
@@ -162,7 +162,7 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(
     blocks = blocks_of(request)
     assert blocks is not None
     with pytest.raises(TraceMismatchError, match=reason):
-        extrapolate_footprint(partial(trace_two_steps, request, 0, None), blocks)
+        extrapolate_footprint_to_all_blocks(partial(trace_two_steps, request, 0, None), blocks)
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
     assert make_footprint_from_few_blocks(request, None, blocks) == (request, None)
 

@@ -423,10 +423,10 @@ def test_what_the_first_steps_make_is_not_there_before_them():
     plain, compressed = (
         planned(request_for("ddp", options=options)) for options in ({}, {"compress": "powersgd"})
     )
-    assert compressed.grown_bytes >= plain.model_states_bytes["parameters_bytes"]
-    grown = sum(compressed.between_steps_bytes.values()) - compressed.grown_bytes
+    assert compressed.bytes_created_by_first_step >= plain.model_states_bytes["parameters_bytes"]
+    grown = sum(compressed.between_steps_bytes.values()) - compressed.bytes_created_by_first_step
     assert grown == sum(plain.between_steps_bytes.values())
-    assert plain.grown_bytes == 0
+    assert plain.bytes_created_by_first_step == 0
 
 
 def test_the_peak_is_that_of_the_worst_kind_of_steps(monkeypatch):
@@ -718,7 +718,7 @@ def test_operations_that_are_computed_again_are_counted():
     assert every.recomputed_flops_per_sample == layers / 2 * block
     # Every second: keys, and what attention gives.
     assert selective.recomputed_flops_per_sample == layers * 2 * product
-    assert whole.computed_flops_per_sample == 3 * kept.flops_per_sample + layers * block
+    assert whole.executed_flops_per_sample == 3 * kept.flops_per_sample + layers * block
     peaks = [made.compute_training_peak(64).n_bytes for made in (kept, every, selective, whole)]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 4

@@ -60,7 +60,7 @@ def test_two_pools_share_one_import_and_see_no_gpu(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_pool_of_a_test_has_what_processes_of_all_tests_import():
-    with processes.make_pool(1) as pool:
+    with processes.make_process_pool(1) as pool:
         imported = pool.submit(eval, "set(__import__('sys').modules)").result()
     assert imported >= set(IMPORTED)
 
@@ -77,7 +77,7 @@ def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind,
 
 def test_results_have_the_order_of_the_jobs_though_the_longest_ends_first(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "list_usable_cores", lambda: [0])
-    monkeypatch.setattr(cache, "make_pool", lambda n, *_: ThreadPoolExecutor(n))
+    monkeypatch.setattr(cache, "make_process_pool", lambda n, *_: ThreadPoolExecutor(n))
     jobs = {
         name: cache.CachedJob(name, (name,), {"name": name}, 1 + i) for i, name in enumerate("abc")
     }
@@ -98,5 +98,5 @@ def test_a_folder_in_which_no_semaphore_can_be_made_is_named(monkeypatch):
 
     monkeypatch.setattr(processes, "ProcessPoolExecutor", refuse)
     with pytest.raises(OSError, match="/dev/shm") as told:
-        processes.make_pool(1)
+        processes.make_process_pool(1)
     assert format_os_error(told.value) == "Read-only file system: /dev/shm"

@@ -78,7 +78,9 @@ def test_a_sums_buffer_is_what_pytorch_asked_for(line):
     shape, strides, dims, dtype, *measured = line.split()
     numbers = [int(n) for n in strides.split(",")]
     dims = {int(d) for d in dims.split(",")}
-    made = Reduction.of([int(n) for n in shape.split("x")], numbers, dims, 0, ITEM_BYTES[dtype])
+    made = Reduction.from_tensor_layout(
+        [int(n) for n in shape.split("x")], numbers, dims, 0, ITEM_BYTES[dtype]
+    )
     if made is None:  # along neighbours in memory
         assert max(map(int, measured)) < 1 << 20
     else:
@@ -94,8 +96,10 @@ def test_the_table_holds_sums_with_and_without_a_buffer():
 
 
 def test_an_offset_that_is_no_multiple_takes_vectors_away():
-    aligned, shifted = (Reduction.of((2048, 768), (768, 1), {0}, offset, 4) for offset in (8, 2))
-    assert (aligned.together, shifted.together) == (4, 2)
+    aligned, shifted = (
+        Reduction.from_tensor_layout((2048, 768), (768, 1), {0}, offset, 4) for offset in (8, 2)
+    )
+    assert (aligned.sums_per_thread, shifted.sums_per_thread) == (4, 2)
 
 
 def test_the_trace_notes_the_sums_that_may_need_a_buffer():

@@ -715,7 +715,7 @@ def test_the_command_plans_a_real_cell_and_then_reads_it_from_disk(
     def never(*given):
         raise AssertionError("all is on disk")
 
-    monkeypatch.setattr(cache, "make_pool", never)
+    monkeypatch.setattr(cache, "make_process_pool", never)
     assert command.main(["--config", json.dumps(config)]) == 0
     kept = list((tmp_path / "plan-cache").iterdir())
     assert len(kept) == 2  # of the network, and of the strategy with it
@@ -744,7 +744,7 @@ def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, 
     config, study = configuration.load_config(config_of(tmp_path))
     request = make_cell_to_plan(config, study, study.cells[0]).request.as_dict()
     before = cache.make_cache_key(request)
-    monkeypatch.setattr(cache, "hash_sources", lambda: "changed")
+    monkeypatch.setattr(cache, "hash_source_files", lambda: "changed")
     assert cache.make_cache_key(request) != before
     monkeypatch.undo()
     monkeypatch.setattr(cache, "version", lambda name: "0")

@@ -68,7 +68,7 @@ def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
 def test_states_take_half_the_memory(strategy):
     request = request_for(strategy, MODEL, 1 if strategy == "single" else 2, **ADAMW)
     whole, half = (planned(changed(request, precision=p)) for p in ("fp32", PRECISION))
-    for one, other in zip(whole.footprint_per_stage, half.footprint_per_stage, strict=True):
+    for one, other in zip(whole.footprints_of_stages, half.footprints_of_stages, strict=True):
         for key in ("parameters_bytes", "gradients_bytes"):
             assert other.model_states_bytes[key] == one.model_states_bytes[key] / 2
     # The loss is in float32.

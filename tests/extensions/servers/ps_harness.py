@@ -288,7 +288,7 @@ def work(config: ServerConfig, secret: bytes, worker: int, habits: Habits, folde
                     gate = os.open(folder / f"{GATE}{worker}", os.O_RDWR)
                     ctypes.PyDLL(None).read(gate, ctypes.create_string_buffer(1), 1)
                 if begun == habits.dies_at:
-                    channel._expect_reply()
+                    channel._prepare_for_reply()
                     channel._push_shards(0, len(channel._bounds) // 2)
                     os.kill(os.getpid(), signal.SIGKILL)
                 begun += 1

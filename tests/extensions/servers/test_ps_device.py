@@ -97,7 +97,7 @@ def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: 
     )
     before = flat.weights.clone()
     if armed:
-        channel.send_during_backward()
+        channel.send_gradients_during_backward()
     channel.rehearse_exchange()
     assert torch.equal(flat.weights, before)
     ticket = channel.wait_for_first_ticket()
@@ -109,7 +109,7 @@ def train(plan, transport, armed, worker=0, scale=None, overflow=lambda ticket: 
         if weight:
             channel.set_push_weight(torch.tensor(weight(ticket), dtype=torch.float64))
         if armed:
-            channel.send_during_backward()
+            channel.send_gradients_during_backward()
         loss.backward()
         if armed:
             staging = channel._staging
@@ -351,7 +351,7 @@ def test_a_server_lost_during_backward_is_raised_by_the_push(tmp_path):
     flat = FlatSpace(small_model())
     channel = Channel.connect(plan.rendezvous, 0, flat, SECRET, "tcp")
     channel.wait_for_first_ticket()
-    channel.send_during_backward()
+    channel.send_gradients_during_backward()
     channel._links[0].connection.close()
     with pytest.raises(ServerLost):
         channel.push_pull()

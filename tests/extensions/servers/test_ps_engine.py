@@ -320,7 +320,7 @@ def test_a_ticket_counts_once_where_its_worker_died_after_some_verdicts(tmp_path
             channel._close_connections()
             raise RuntimeError("killed")
 
-        channel._end_push = end_push
+        channel._send_end_of_push = end_push
 
     servers = [Served(replace(plan, server=s), SECRET) for s in range(2)]
     transports = ("tcp", "shm", "tcp")
@@ -507,7 +507,9 @@ def test_statistics_are_plain_and_add_up(tmp_path, transport):
     layout = workers[0].flat.layout
     for row, worker in zip(stats["workers"], workers, strict=True):
         pushed = row["tickets"] * (layout.weight_bytes + layout.buffer_bytes)
-        assert row["bytes_in"] == pushed == sum(worker.channel.sent_and_received_bytes_by_server[::2])
+        assert (
+            row["bytes_in"] == pushed == sum(worker.channel.sent_and_received_bytes_by_server[::2])
+        )
         assert row["bytes_out"] >= row["tickets"] * layout.weight_bytes
         assert row["wait_s"] == pytest.approx(worker.channel.wait_s)
         assert 0 < row["wait_s"] < elapsed_s
@@ -724,7 +726,7 @@ def test_a_failed_push_waits_until_what_the_server_said_is_read():
 def test_the_server_listens_on_loopback_alone_unless_told_otherwise(tmp_path):
     listeners = Listeners(config(tmp_path).bind_address)
     assert listeners.tcp.getsockname()[0] == "127.0.0.1"
-    listeners.publish(tmp_path / "r", 2)
+    listeners.publish_addresses(tmp_path / "r", 2)
     endpoint = json.loads((tmp_path / "r.2").read_text())
     assert (endpoint["host"], endpoint["port"]) == listeners.tcp.getsockname()
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".part")]

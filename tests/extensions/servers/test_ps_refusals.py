@@ -39,7 +39,7 @@ from stratbench.extensions.servers.wire.frames import (
 )
 from stratbench.extensions.servers.wire.handshake import (
     JoinRefused,
-    join_handshake,
+    answer_server_challenge,
     load_secret,
     write_secret,
 )
@@ -224,7 +224,7 @@ def test_a_worker_closed_as_its_handshake_ends_comes_again(tmp_path, caplog, gat
             gates[0]._close_oldest_unproved()
         return said
 
-    monkeypatch.setattr(gate, "open_handshake", dismissing)
+    monkeypatch.setattr(gate, "challenge_worker", dismissing)
     stats = join_late(tmp_path, lambda address: None)
     assert stats["lost"] == []
     assert "in favour of a newer one" in caplog.text
@@ -350,7 +350,7 @@ def test_a_peer_that_knows_the_secret_is_held_to_the_protocol(run, changed, reas
     sock, _ = connect_to_server(run.config.rendezvous, 0, "tcp", time.monotonic() + PATIENCE_S)
     connection = Connection(sock)
     with pytest.raises(JoinRefused, match=reason):
-        join_handshake(connection, SECRET, hello() | changed)
+        answer_server_challenge(connection, SECRET, hello() | changed)
     assert run.finish()["refused"] == 1
 
 
@@ -499,7 +499,7 @@ class Insider:
         sock, _ = connect_to_server(plan.rendezvous, 0, "tcp", time.monotonic() + PATIENCE_S)
         self.connection = Connection(sock)
         self.connection.deadline = time.monotonic() + PATIENCE_S
-        self.welcome = join_handshake(self.connection, SECRET, hello(worker))
+        self.welcome = answer_server_challenge(self.connection, SECRET, hello(worker))
         self.connection.send(Frame(Kind.PULL))
 
     def until(self, kind):

@@ -124,7 +124,9 @@ def test_what_two_have_borrowed_is_free_when_both_have_read_it():
 
 
 @pytest.mark.parametrize(
-    "end", [lambda shard: shard.remove_worker(1), lambda shard: shard.finish()], ids=["leave", "finish"]
+    "end",
+    [lambda shard: shard.remove_worker(1), lambda shard: shard.finish()],
+    ids=["leave", "finish"],
 )
 def test_what_was_lent_stays_when_a_held_push_is_applied_because_workers_leave(end):
     shard, _, _ = make_shard("ps-sync")

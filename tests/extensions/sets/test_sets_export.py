@@ -71,7 +71,9 @@ def test_an_export_replaces_its_own_folders_and_nobody_elses(study, tmp_path, mo
         (folder / "written").touch()
 
     writer = SimpleNamespace(OF_RECORDS=False, write_export=write)
-    monkeypatch.setattr("stratbench.extensions.sets.export._import_format_module", lambda name: writer)
+    monkeypatch.setattr(
+        "stratbench.extensions.sets.export._import_format_module", lambda name: writer
+    )
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     kept = theirs / "parquet" / "kept"
     kept.parent.mkdir(parents=True)
@@ -95,7 +97,9 @@ def test_an_interrupted_export_leaves_nothing_that_looks_whole(study, tmp_path, 
                     raise KeyboardInterrupt
 
         writer = SimpleNamespace(OF_RECORDS=False, write_export=write)
-        monkeypatch.setattr("stratbench.extensions.sets.export._import_format_module", lambda name: writer)
+        monkeypatch.setattr(
+            "stratbench.extensions.sets.export._import_format_module", lambda name: writer
+        )
         export_set(study, ["parquet"], out)
 
     def written():

@@ -65,7 +65,9 @@ def test_a_race_ends_with_the_right_claim_and_says_who_was_dropped_when_and_why(
 
 def test_only_the_fastest_unknown_strategy_is_trained_and_equal_arithmetic_shares_one_run():
     evidence, rounds = FIVE.to_the_end()
-    trained = [(c.strategy, c.gpus) for r in rounds for c in r.cells_to_train_in_full if c.repeat == 0]
+    trained = [
+        (c.strategy, c.gpus) for r in rounds for c in r.cells_to_train_in_full if c.repeat == 0
+    ]
     assert trained.count(("ddp", 1)) == 1  # for all comparisons, at the fewest workers
     assert ("ddp", 2) not in trained
     assert {name for name, _ in trained} == {"ddp", "odd", "ps-async"}
@@ -312,7 +314,9 @@ def test_a_leader_that_nobody_has_trained_in_full_is_trained_at_last():
     scores = dict.fromkeys(strategies, 98.0)
     world = Diverging(steps_s=strategies, scores=scores, equal=(), places=[ONE], noise=0.0001)
     _, rounds = world.to_the_end(world.evidence(margin=1e-9))
-    asked = [(cell.strategy, cell.repeat) for found in rounds for cell in found.cells_to_train_in_full]
+    asked = [
+        (cell.strategy, cell.repeat) for found in rounds for cell in found.cells_to_train_in_full
+    ]
     assert asked[:2] == [("ps-a", 0), ("ps-a", 1)]
     assert [repeat for _, repeat in asked[2:]] == [0, 1]
     assert rounds[-1].block_entries == ()
@@ -338,14 +342,21 @@ def test_a_strategy_that_is_added_to_a_study_is_raced():
     world = replace(FIVE, steps_s=whole, scores={**FIVE.scores, "new": 98.0})
     evidence = replace(world.evidence(), blocks=before.blocks, full_runs=before.full_runs)
     first = find_next_round(evidence)
-    assert [(b["block"], "new" in b["strategies"]) for b in first.block_entries] == [(1, True), (1, True)]
+    assert [(b["block"], "new" in b["strategies"]) for b in first.block_entries] == [
+        (1, True),
+        (1, True),
+    ]
     evidence, _ = world.to_the_end(evidence)
     assert {b["leader"] for b in told(evidence)["comparisons"]} == {"new"}
 
 
 def test_third_segments_are_asked_for_by_the_study_so_far():
     _, rounds = FIVE.to_the_end()
-    assert rounds[0].block_entries[0]["settings"] == {"steps": None, "discard": None, "disagreement": None}
+    assert rounds[0].block_entries[0]["settings"] == {
+        "steps": None,
+        "discard": None,
+        "disagreement": None,
+    }
     later = rounds[1].block_entries[0]["settings"]
     assert later["steps"] == 60
     assert later["discard"] == count_discarded_steps(60) == 15

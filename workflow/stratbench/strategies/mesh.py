@@ -45,7 +45,7 @@ class Mesh:
     stages: int = 1
 
     @property
-    def workers(self) -> int:
+    def num_workers(self) -> int:
         """Number of workers of the cell."""
         return self.replicas * self.workers_per_replica
 

@@ -211,12 +211,12 @@ class StepClock:
             "phases": dict(self._phases),
         }
 
-    def load_measured_times(self, history: dict[str, Any]) -> None:
+    def load_measured_times(self, measured_times: dict[str, Any]) -> None:
         """Replace the measured times by those that another clock exported, and continue from them."""
-        self._epoch_starts_s = list(history["epoch_starts_s"])
-        self._epoch_times_s = list(history["epoch_times_s"])
-        self._step_ms = array("d", history["step_ms"])
-        self._phases = {name: (n, ms) for name, (n, ms) in history["phases"].items()}
+        self._epoch_starts_s = list(measured_times["epoch_starts_s"])
+        self._epoch_times_s = list(measured_times["epoch_times_s"])
+        self._step_ms = array("d", measured_times["step_ms"])
+        self._phases = {name: (n, ms) for name, (n, ms) in measured_times["phases"].items()}
 
     def _record_step_issue_time(self) -> None:
         """Store how long the host took to queue the training step whose end is being marked."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TRAINING_FLOPS = 3
 
 
-def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
+def count_flops(build_model: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
     """Return the floating-point operations per sample of forward, and of a training step.
 
     Convolutions, matrix products and attention are counted. A multiplication and its addition are two
@@ -25,7 +25,7 @@ def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) ->
     B). With frozen parameters, backward is counted without their gradients.
 
     Args:
-        build: Builds the model.
+        build_model: Builds the model.
         input_shape: Shape of one sample, without the batch.
     """
     import torch
@@ -37,7 +37,7 @@ def count_flops(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) ->
     # Fake tensors take the place of the meta device, which models can detect.
     with KnownValueFakeMode():
         # The model is in evaluation mode, because BatchNorm refuses to train on a single sample.
-        model = build().eval()
+        model = build_model().eval()
         text = len(input_shape) == 1
         x = torch.empty(1, *input_shape, dtype=torch.int64 if text else torch.float32)
         uncounted = make_flop_formulas()

@@ -137,7 +137,7 @@ def build_time_entry(
     job: Job,
     strategy: type[Strategy],
     workers: list[dict[str, Any]],
-    first: dict[str, Any],
+    reporting_worker: dict[str, Any],
     totals: dict[str, Any],
     is_gang: bool,
 ) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def build_time_entry(
         job: Job of the cell.
         strategy: Class of the cell's strategy.
         workers: Results of the workers.
-        first: Results of the worker whose set-up time counts.
+        reporting_worker: Results of the worker whose set-up time counts.
         totals: Totals over all workers, or an empty dict if the cell has not finished.
         is_gang: Whether all workers are present from beginning to end.
     """
@@ -163,7 +163,7 @@ def build_time_entry(
         "step_ms": summarize_step_times([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy.breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": compute_setup_s(first, is_gang, job.earlier_attempts_s),
+        "setup_s": compute_setup_s(reporting_worker, is_gang, job.earlier_attempts_s),
         "data_s": find_longest_phase_s(workers, "data_s"),
         "warmup_s": find_longest_phase_s(workers, "warmup_s"),
         **get_largest_compile_counts(workers),

@@ -404,7 +404,7 @@ def evaluate_test_set(
                 sums += compute_batch_sums(task, outputs, y)
             if heartbeat is not None:
                 heartbeat.record_progress()
-    if mesh.workers > 1:
+    if mesh.num_workers > 1:
         dist.all_reduce(sums)
     return compute_test_loss_and_score(sums.tolist())
 

@@ -14,7 +14,7 @@ from stratbench.workload.users_code import find_source_files
 MAX_PART_BYTES = 1 << 20
 
 
-def get_command_log_name(node: int) -> str:
+def get_command_file_stem(node: int) -> str:
     """Return the common name of a command's files on a node, such as `command0`."""
     return f"command{node}"
 
@@ -34,7 +34,7 @@ def get_exit_status_path(run: RunFolder, node: int) -> Path:
 
     The command's supervisor writes this file.
     """
-    return run.path / f"{get_command_log_name(node)}.json"
+    return run.path / f"{get_command_file_stem(node)}.json"
 
 
 def read_exit_statuses(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ import psutil
 from stratbench.cell.files import read_json
 from stratbench.cell.installation import INSTALLED, PACKAGE
 from stratbench.extensions.commands.files import (
-    get_command_log_name,
+    get_command_file_stem,
     get_exit_status_path,
     get_output_folder,
     get_report_path,
@@ -49,7 +49,7 @@ class CommandProcess:
     starts_others = True
 
     def __init__(self, job: Job, node: int) -> None:
-        self.name = get_command_log_name(node)
+        self.name = get_command_file_stem(node)
         self.pid: int | None = None
         self.exitcode: int | None = None
         self._job, self._node = job, node
@@ -77,7 +77,7 @@ class CommandProcess:
             supervisor,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=make_environment(self._job, self._mark),
+            env=make_command_environment(self._job, self._mark),
             start_new_session=True,
         )
         self.pid = self._process.pid
@@ -134,7 +134,7 @@ def kill_marked_processes(mark: str) -> None:
                 process.kill()
 
 
-def make_environment(job: Job, mark: str) -> dict[str, str]:
+def make_command_environment(job: Job, mark: str) -> dict[str, str]:
     """Return a command's environment variables, including the report's path and the mark."""
     code = [] if INSTALLED else [os.fspath(PACKAGE.parent)]
     path = [*code, os.environ.get("PYTHONPATH", "")]

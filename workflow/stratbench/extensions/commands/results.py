@@ -9,7 +9,7 @@ from typing import Any
 from stratbench.cell.files import read_last_lines
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands.files import (
-    get_command_log_name,
+    get_command_file_stem,
     get_report_path,
     read_exit_statuses,
 )
@@ -242,7 +242,7 @@ def read_sampled_values(job: Job, kind: str, column: str) -> list[int]:
 # --- how the command ended ------------------------------------------------------------------------
 
 
-def describe_failure(job: Job, exits: Sequence[Any]) -> str:
+def describe_command_failure(job: Job, exits: Sequence[Any]) -> str:
     """Describe how a command failed: its exit code, and the last line of its log."""
     failed = next(p for p in exits if p.exit_code not in (0, None))
     lines = [line for line in read_last_log_lines(job) if line.strip()]
@@ -251,7 +251,7 @@ def describe_failure(job: Job, exits: Sequence[Any]) -> str:
 
 def read_last_log_lines(job: Job) -> list[str]:
     """Return the last lines of the command's logs on all nodes."""
-    paths = (job.folder.get_log_path(get_command_log_name(node)) for node in range(job.n_nodes))
+    paths = (job.folder.get_log_path(get_command_file_stem(node)) for node in range(job.n_nodes))
     return [line for path in paths if path.exists() for line in read_last_lines(path)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.commands import results
-from stratbench.extensions.commands.files import get_command_log_name, read_exit_statuses
+from stratbench.extensions.commands.files import get_command_file_stem, read_exit_statuses
 from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.timeline import PhaseInterval
 from stratbench.train import agent, efficiency
@@ -39,7 +39,7 @@ class CommandRunner(Runner):
     def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
         ends = {e["node"]: e["exit_code"] for e in read_exit_statuses(job.folder, job.n_nodes)}
         return [
-            agent.ProcessExit(get_command_log_name(n), ends.get(n, lost))
+            agent.ProcessExit(get_command_file_stem(n), ends.get(n, lost))
             for n in range(job.n_nodes)
         ]
 
@@ -64,7 +64,7 @@ class CommandRunner(Runner):
                 return KILLED_FOR_MEMORY
             line = find_out_of_memory_line(results.read_last_log_lines(job))
             if line is None:
-                return CellEnding("error", results.describe_failure(job, exits.processes))
+                return CellEnding("error", results.describe_command_failure(job, exits.processes))
             if job.folder.read_foreign_processes():
                 reason = (
                     "ran out of memory while other processes used its GPUs: free these, and train it "

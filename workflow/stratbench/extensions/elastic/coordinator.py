@@ -33,7 +33,7 @@ from stratbench.extensions.elastic.talk import (
 )
 from stratbench.extensions.servers.wire.frames import SMALL_BYTES, ProtocolError
 from stratbench.extensions.servers.wire.gate import Gate, Refusals
-from stratbench.extensions.servers.wire.handshake import accept_handshake
+from stratbench.extensions.servers.wire.handshake import send_welcome_to_worker
 from stratbench.extensions.servers.wire.transport import Closed, Connection, Listeners, Silent
 
 log = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ class Coordinator:
             if not free:
                 raise ProtocolError(ALL_PLACES_TAKEN)
             slot = min(free)
-            accept_handshake(
+            send_welcome_to_worker(
                 connection,
                 self._secret,
                 nonces,

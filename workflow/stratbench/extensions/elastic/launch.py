@@ -234,7 +234,7 @@ def _run_coordinator(job: Job, across_nodes: bool) -> Iterator[Coordinator]:
         ),
     )
     coordinator.start_threads()
-    listeners.publish(folder.server_rendezvous_path, 0)
+    listeners.publish_addresses(folder.server_rendezvous_path, 0)
     try:
         yield coordinator
     finally:

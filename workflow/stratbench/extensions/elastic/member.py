@@ -17,7 +17,11 @@ from stratbench.extensions.elastic.talk import (
     send_message,
 )
 from stratbench.extensions.servers.wire.frames import ProtocolError
-from stratbench.extensions.servers.wire.handshake import JoinRefused, join_handshake, load_secret
+from stratbench.extensions.servers.wire.handshake import (
+    JoinRefused,
+    answer_server_challenge,
+    load_secret,
+)
 from stratbench.extensions.servers.wire.transport import (
     Closed,
     Connection,
@@ -123,7 +127,7 @@ def join_as_member(
                 connect_to_server(folder.server_rendezvous_path, 0, "auto", deadline)[0]
             )
             connection.deadline = time.monotonic() + 15.0
-            welcome = join_handshake(
+            welcome = answer_server_challenge(
                 connection, load_secret(folder.job_secret_path), {"number": worker_number}
             )
             connection.deadline = None

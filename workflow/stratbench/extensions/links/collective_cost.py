@@ -23,12 +23,12 @@ class LinkModel:
     Attributes:
         latency_s: Latency of a step, in seconds.
         bytes_per_s: Bandwidth; between nodes that of a whole node's connection, one way.
-        log_sd: Standard deviation of ln(measured / fitted time).
+        log_error_sd: Standard deviation of ln(measured / fitted time).
     """
 
     latency_s: float
     bytes_per_s: float
-    log_sd: float = 0.0
+    log_error_sd: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -268,15 +268,15 @@ class _Fit:
 
     Attributes:
         rms_log_error_of_medians: Root mean square of ln(median time / fitted time).
-        log_sd: Root mean square of ln(time / fitted time) over all times.
-        links: Fitted links by level.
-        algorithm: Name of the algorithm, or "fastest".
+        rms_log_error_of_all_times: Root mean square of ln(time / fitted time) over all times.
+        links_by_level: Fitted links by level.
+        algorithm_name: Name of the algorithm, or "fastest".
     """
 
     rms_log_error_of_medians: float
-    log_sd: float
-    links: Mapping[Level, LinkModel]
-    algorithm: str
+    rms_log_error_of_all_times: float
+    links_by_level: Mapping[Level, LinkModel]
+    algorithm_name: str
 
 
 def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
@@ -294,11 +294,11 @@ def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
         sizes = [t.n_bytes for t in same_kind]
         rows += [
             FittedLink(
-                library, kind, level, fit.algorithm, link.latency_s, link.bytes_per_s,
-                link.latency_s * link.bytes_per_s, fit.log_sd,
+                library, kind, level, fit.algorithm_name, link.latency_s, link.bytes_per_s,
+                link.latency_s * link.bytes_per_s, fit.rms_log_error_of_all_times,
                 max(t.workers for t in same_kind), min(sizes), max(sizes), len(same_kind),
             )
-            for level, link in fit.links.items()
+            for level, link in fit.links_by_level.items()
         ]  # fmt: skip
     return rows
 
@@ -313,7 +313,14 @@ def _fit_links_of_kind(library: str, kind: str, times: Sequence[CollectiveTime])
             (_fit_links_and_algorithms(algorithms, times, a) for a in algorithms),
             key=lambda fit: fit.rms_log_error_of_medians,
         )
-        fits.append(_Fit(fastest.rms_log_error_of_medians, fastest.log_sd, fastest.links, FASTEST))
+        fits.append(
+            _Fit(
+                fastest.rms_log_error_of_medians,
+                fastest.rms_log_error_of_all_times,
+                fastest.links_by_level,
+                FASTEST,
+            )
+        )
     best = min(fit.rms_log_error_of_medians for fit in fits)
     return next(fit for fit in fits if fit.rms_log_error_of_medians < best + ALIKE)
 

@@ -53,7 +53,7 @@ def make_prediction_row(c: PlannedCell, record: Mapping[str, Any]) -> dict[str, 
         "over_base_mib": (predicted.n_bytes - base_bytes, get_measured_step_growth_bytes(memory)),
         "base_mib": (base_bytes, get_measured_bytes_between_steps(record)),
         "states_bytes": (
-            max(sum(f.model_states_bytes.values()) for f in footprint.footprint_per_stage),
+            max(sum(f.model_states_bytes.values()) for f in footprint.footprints_of_stages),
             _sum_bytes_of_parts(memory["model_states"]),
         ),
         "sent_bytes": (
@@ -94,7 +94,9 @@ def compute_bytes_before_first_step(footprint: Footprint, predicted_peak: Memory
 
     Records measure the growth of memory from there.
     """
-    between_bytes = sum(footprint.between_steps_bytes.values()) - footprint.grown_bytes
+    between_bytes = (
+        sum(footprint.between_steps_bytes.values()) - footprint.bytes_created_by_first_step
+    )
     # The warm-up already makes the receive buffers of a pipeline stage, whose size follows from the batch.
     return (
         between_bytes
@@ -153,7 +155,7 @@ def compute_sent_bytes_per_step_as_recorded(s: CellToPlan, footprint: Footprint)
         compute_mean_wire_bytes_per_step(
             s, f, [c for c in f.collectives if c[1] > least or any(c[3:4])], on_gloo=False
         )
-        for f in footprint.footprint_per_stage
+        for f in footprint.footprints_of_stages
     )
 
 

@@ -462,9 +462,10 @@ def rehearse_strategy(request: Request, network_check: CheckResult) -> Rehearsal
         # Fake tensors may have caused the error. If the model is small, a step with real numbers decides.
         if network_check.num_parameters <= MAX_REAL_PARAMETERS:
             return Rehearsal(
-                refusal_reason=_find_refusal_reason(request, trial), unpredicted_reason=made
+                refusal_reason=_find_strategy_refusal_reason(request, trial),
+                unpredicted_reason=made,
             )
-        if refusal := _find_refusal_reason(request, trial, only_by_rules=True):
+        if refusal := _find_strategy_refusal_reason(request, trial, only_by_rules=True):
             return Rehearsal(refusal_reason=refusal, unpredicted_reason=made)
         return Rehearsal(unpredicted_reason=made, unchecked_reason=made)
 
@@ -493,7 +494,9 @@ def make_footprint_or_error(
         return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
-def _find_refusal_reason(request: Request, trial: Trial, only_by_rules: bool = False) -> str | None:
+def _find_strategy_refusal_reason(
+    request: Request, trial: Trial, only_by_rules: bool = False
+) -> str | None:
     """Return why the strategy's rules or a trial step refuse the model, or None.
 
     Args:

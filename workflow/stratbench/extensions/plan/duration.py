@@ -165,7 +165,7 @@ def _predict_compute_s(device: Device, s: CellToPlan, needs: Needs, rate_case: i
     """Predict the seconds of a step's computation: at best, at worst, or usually."""
     f, batch = needs.slowest_rank, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
-    flops_s = f.computed_flops_per_sample * batch / estimate_training_flops_per_s(device, rate_case)
+    flops_s = f.executed_flops_per_sample * batch / estimate_training_flops_per_s(device, rate_case)
     if rate_case == USUAL and device.attention_utilisation:
         slower = GPU_UTILISATION[USUAL] / device.attention_utilisation
         flops_s *= 1 + f.attention_share * (slower - 1)

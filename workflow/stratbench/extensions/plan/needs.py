@@ -116,7 +116,7 @@ def compute_sent_bytes_per_batch(s: CellToPlan, footprint: Footprint) -> float:
     on_gloo = not s.request.is_on_cuda
     return fmean(
         compute_mean_wire_bytes_per_step(s, f, f.collectives, on_gloo)
-        for f in footprint.footprint_per_stage
+        for f in footprint.footprints_of_stages
     )
 
 
@@ -176,7 +176,7 @@ def compute_bytes_within_nodes(s: CellToPlan, footprint: Footprint, node_ranks: 
         compute_wire_bytes(
             f.collectives, s.cell.gpus, not s.request.is_on_cuda, s.samples_per_step, node_ranks
         )
-        for f in footprint.footprint_per_stage
+        for f in footprint.footprints_of_stages
     )
 
 
@@ -192,7 +192,7 @@ def compute_awaited_activation_bytes(
     """
     if not s.strategy.waits_for_activations:
         return 0.0
-    calls, on_gloo = footprint.slowest_rank.collectives, not s.request.is_on_cuda
+    calls, on_gloo = footprint.slowest_rank_footprint.collectives, not s.request.is_on_cuda
     each = [
         compute_wire_bytes(calls, s.cell.gpus, on_gloo, n, ranks_per_node)
         for n in (0, s.samples_per_step)
@@ -281,7 +281,7 @@ def derive_needs(s: CellToPlan, footprint: Footprint, n_nodes: int) -> Needs:
         awaited_bytes_within_node=compute_awaited_activation_bytes(s, footprint, node_ranks),
         collectives=len(footprint.collectives),
         host_bytes=host_bytes,
-        slowest_rank=footprint.slowest_rank,
+        slowest_rank=footprint.slowest_rank_footprint,
         **served,
     )
 
@@ -307,7 +307,7 @@ def _compute_worker_host_bytes(s: CellToPlan, footprint: Footprint, data_bytes: 
     # warm-up restores parameters and optimizer states.
     host_bytes = footprint.host_bytes
     kept_bytes = 3 * host_bytes.get("parameters", 0) + 2 * host_bytes.get("optimizer", 0)
-    kept_bytes -= 2 * footprint.frozen_bytes if host_bytes else 0
+    kept_bytes -= 2 * footprint.frozen_parameter_bytes if host_bytes else 0
     n_bytes += GPU_HOST_PROCESS_BYTES + footprint.warmup_copy_host_bytes + mirror_bytes + kept_bytes
     if s.settings.data_placement == "host":  # the data set is in pinned memory
         n_bytes += data_bytes

@@ -274,7 +274,9 @@ def _plan_cell(
     )
     needs, fits_on = None, {}
     if footprint is not None:
-        footprint = footprint.find_fullest_rank(s.samples_per_step, devices[0].resident_threads)
+        footprint = footprint.find_fullest_rank_footprint(
+            s.samples_per_step, devices[0].resident_threads
+        )
         needs = derive_needs(s, footprint, resources.count_nodes(s.cell, cluster))
         spans = [recorded_time] + [None] * len(devices)
         fits_on = {
@@ -322,7 +324,7 @@ def _predict_device_fit(
     `recorded_time` is the time of its training by records.
     """
     batch, threads, data_bytes = s.samples_per_step, device.resident_threads, needs.data_bytes
-    fullest = footprint.find_fullest_rank(batch, threads)
+    fullest = footprint.find_fullest_rank_footprint(batch, threads)
     peak = fullest.compute_training_peak(batch, threads)
     needed_bytes = fullest.compute_needed_bytes(batch, threads) + data_bytes
     margin = cluster["memory_margin"]

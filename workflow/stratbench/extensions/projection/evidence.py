@@ -275,7 +275,10 @@ def make_link_replay(
 
         def compute_collective_s(call: CollectiveCall) -> float:
             log_sd = max(
-                (link.log_sd for link in links.get_links_by_level(call.collective_name).values()),
+                (
+                    link.log_error_sd
+                    for link in links.get_links_by_level(call.collective_name).values()
+                ),
                 default=0.0,
             )
             return links.compute_collective_time(call, layout, samples).seconds * math.exp(
@@ -364,7 +367,7 @@ def _make_server_replay(
     def replay_step(workers: int, compute_s: float, num_sd: float = 0.0) -> float:
         if count_nodes_at(workers) > 1:
             raise Unmeasured("`links` does not measure push and pull between nodes")
-        link_slowdown = math.exp(num_sd * link.log_sd)
+        link_slowdown = math.exp(num_sd * link.log_error_sd)
         if is_strategy_waiting_for_slowest(workers):
             slowest_s = compute_s * slowest_factor(workers, num_sd)
             queue = make_server_queue(workers, slowest_s, link_slowdown)

@@ -53,7 +53,7 @@ def project_peak_memory(
         footprint = dry_runs[subject.request].footprint
         if footprint is None:
             return None
-        fullest = footprint.find_fullest_rank(subject.samples_per_step, resident_threads)
+        fullest = footprint.find_fullest_rank_footprint(subject.samples_per_step, resident_threads)
         peak, data = (
             fullest.compute_training_peak(subject.samples_per_step, resident_threads),
             compute_data_bytes_on_device(subject),

@@ -67,7 +67,7 @@ def train_on_tickets(
     with phases("warmup"):
         warm_up(strategy, data, worker)
     passes = s.count_training_set_passes(data.train_samples)
-    tables = make_epoch_table_copier(data, s, passes)
+    tables = make_order_and_augmentation_copier(data, s, passes)
     memory.start()
     clock = StepClock(worker.device, worker.heartbeat, strategy.own_phases)
     worker.mark_phase_end = clock.mark_phase_end
@@ -142,7 +142,7 @@ def sum_batch_losses(losses: list[torch.Tensor]) -> SummedLosses:
     return SummedLosses(*stacked.sum(0).tolist())
 
 
-def make_epoch_table_copier(
+def make_order_and_augmentation_copier(
     data: DeviceData, s: Settings, epochs: int
 ) -> Callable[[int], EpochTables]:
     """Return a function that copies an epoch's sample order and augmentation to the device.
@@ -161,10 +161,10 @@ def make_epoch_table_copier(
     ]
 
     @lru_cache(maxsize=2)  # two epochs, because a lost worker's ticket may be of the previous epoch
-    def copy_epoch_tables(epoch: int) -> EpochTables:
+    def copy_order_and_augmentation(epoch: int) -> EpochTables:
         return drawn[epoch].to_device(data.index_device)
 
-    return copy_epoch_tables
+    return copy_order_and_augmentation
 
 
 def evaluate_epoch_snapshot(

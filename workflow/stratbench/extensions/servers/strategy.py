@@ -416,7 +416,7 @@ class ParameterServer(base.Strategy):
             mark("slowdown")
         self.flat.zero_grads()
         if self._exchange is not None and not self.accumulates_repeatedly:
-            self.channel.send_during_backward()
+            self.channel.send_gradients_during_backward()
         (loss if self.scale is None else loss * self.scale.value).backward()
         mark("backward")
         if self._exchange is not None:

@@ -42,11 +42,11 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def list_other_nodes(own: str) -> Iterable[str]:
+def list_other_nodes(own_name: str) -> Iterable[str]:
     """Return the names of the other nodes of this SLURM job or step; none outside of SLURM."""
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     names = read_command_output(["scontrol", "show", "hostnames", listed]) if listed else None
-    return [name for name in (names or "").split() if name != own]
+    return [name for name in (names or "").split() if name != own_name]
 
 
 def find_interface_to_host(host: str) -> str | None:

@@ -38,7 +38,7 @@ def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
 
 
 def write_worker_pauses(
-    job: Job, node: int, watch: PauseWatch, before: Sequence[dict[str, Any]] = ()
+    job: Job, node: int, watch: PauseWatch, earlier_pauses: Sequence[dict[str, Any]] = ()
 ) -> None:
     """Write to the run folder the pauses in which a node's workers were stopped, if any.
 
@@ -46,10 +46,10 @@ def write_worker_pauses(
         job: Job of the cell.
         node: Number of the node.
         watch: Detector of the node's pauses.
-        before: Pauses of earlier attempts.
+        earlier_pauses: Pauses of earlier attempts.
     """
     pauses = [
-        *before,
+        *earlier_pauses,
         *(
             {
                 "begin_s": pause.begin_s - job.origin_s,

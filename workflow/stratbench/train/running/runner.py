@@ -227,11 +227,11 @@ class Runner:
         return efficiency.read_gpu_training_intervals(job, workers)
 
 
-def _read_worker_exit_code(job: Job, rank: int, standing: WorkerState | None) -> int | None:
+def _read_worker_exit_code(job: Job, rank: int, state: WorkerState | None) -> int | None:
     """Return a worker's exit code: from the worker's result, or else from its agent's file."""
     result = job.folder.read_worker_result(rank)
     if result is None:
-        return None if standing is None else standing.exit_code
+        return None if state is None else state.exit_code
     return int(result["status"] not in ("ok", "diverged"))
 
 

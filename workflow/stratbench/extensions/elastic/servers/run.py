@@ -113,7 +113,7 @@ class ElasticRun(ServerRun):
                 self.done = True
         return set(settled)
 
-    def _begin_clock(self) -> None:
+    def _start_training_clock(self) -> None:
         """Let the clock count from the first ticket of the servers' first start.
 
         The training time thus includes the time between restarts.
@@ -197,9 +197,9 @@ class ElasticRun(ServerRun):
         all_done = self.tickets.are_all_settled and self._evaluations.are_all_epochs_evaluated
         if all_done or self._finished_at is not None:
             self._finish_training()
-            self._end_run_if_empty()
+            self._end_run_without_workers()
         elif self._evaluations.has_waiting_epoch:
-            self._hand_tickets_to_idle()
+            self._hand_tickets_to_idle_workers()
 
     @property
     def _hands_out_tickets(self) -> bool:
@@ -270,7 +270,7 @@ class ElasticRun(ServerRun):
                 self._journal.append_event("leave", worker=member.worker, tickets=tickets)
             if not self.done:
                 super()._continue_without_member(self._release_work_of_member(member))
-            self._end_run_if_empty()
+            self._end_run_without_workers()
         member.queue_end()
 
     def _continue_without_member(self, member: Member) -> None:
@@ -287,7 +287,7 @@ class ElasticRun(ServerRun):
         self._evaluations.requeue_epoch_of_lost_worker(member.worker)
         return member
 
-    def _end_run_if_empty(self) -> None:
+    def _end_run_without_workers(self) -> None:
         """End the run if the training is complete and all workers have left.
 
         Workers that are still in their warm-up end by themselves.
@@ -301,7 +301,7 @@ class ElasticRun(ServerRun):
         if not self._first and read_run_end_mark(self._folder) is not None:
             with self._lock:
                 self.done = True
-                self._end_run_if_empty()
+                self._end_run_without_workers()
 
     def close(self) -> None:
         goes_on = self._started and not self.done and self.error is None

@@ -18,7 +18,7 @@ from stratbench.cell.extensions import load_extensions
 from stratbench.cell.files import read_json, write_text_atomically
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.words import format_seconds
-from stratbench.extensions.plan.footprint.processes import make_pool
+from stratbench.extensions.plan.footprint.processes import make_process_pool
 from stratbench.telemetry.machine.cores import list_usable_cores
 
 #: Files of the package that determine what a training process allocates and sends.
@@ -97,7 +97,7 @@ def compute_cached_results(
         return results
     print(progress_text.format(len(missing)), flush=True)
     begun, done, whole = time.monotonic(), 0.0, sum(jobs[key].weight for key in missing)
-    with make_pool(min(len(list_usable_cores()), len(missing)), preloaded_modules) as pool:
+    with make_process_pool(min(len(list_usable_cores()), len(missing)), preloaded_modules) as pool:
         running = {pool.submit(compute_result, *jobs[key].arguments): key for key in missing}
         for i, future in enumerate(as_completed(running), 1):
             key = running[future]
@@ -123,7 +123,7 @@ def list_cache_key_parts(request: Any) -> dict[str, Any]:
         "asked": request,
         "torch": version("torch"),
         "torchvision": version("torchvision"),
-        "source_sha256": hash_sources(),
+        "source_sha256": hash_source_files(),
     }
 
 
@@ -137,7 +137,7 @@ def make_cache_key(request: Any) -> str:
 
 
 @cache
-def hash_sources() -> str:
+def hash_source_files() -> str:
     """Return a hash of the source files on which results depend."""
     digest = hashlib.sha256()
     for pattern in SOURCES:

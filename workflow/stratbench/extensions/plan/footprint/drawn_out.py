@@ -64,7 +64,9 @@ def make_footprint_from_few_blocks(
     is_uniform = not str(request.settings.activation_checkpointing).startswith("every-")
     if blocks is not None and mesh.stages == 1 and is_uniform:
         try:
-            return extrapolate_footprint(partial(trace_two_steps, request, 0, trial), blocks)
+            return extrapolate_footprint_to_all_blocks(
+                partial(trace_two_steps, request, 0, trial), blocks
+            )
         except TraceMismatchError:
             pass
         except Exception:
@@ -72,7 +74,9 @@ def make_footprint_from_few_blocks(
     return make_footprint(request, trial)
 
 
-def extrapolate_footprint(trace_blocks: Callable[..., TracedSteps], blocks: Blocks) -> Footprint:
+def extrapolate_footprint_to_all_blocks(
+    trace_blocks: Callable[..., TracedSteps], blocks: Blocks
+) -> Footprint:
     """Return the footprint of a model with many equal blocks, from traces with few.
 
     Args:

@@ -90,7 +90,7 @@ class Moment:
     parts_bytes: dict[str, Affine]
     reduction_sums: ReductionSize | None = None
 
-    def compute_buffer_bytes(self, batch: int, resident_threads: int) -> int:
+    def compute_reduction_buffer_bytes(self, batch: int, resident_threads: int) -> int:
         """Return the bytes of the buffer of the reductions at this moment, on a GPU.
 
         The GPU holds `resident_threads` threads at once. The bytes are 0 if this number is unknown.
@@ -100,7 +100,7 @@ class Moment:
         return self.reduction_sums.compute_buffer_bytes(batch, resident_threads)
 
     def compute_total_bytes(self, batch: int, resident_threads: int) -> float:
-        return self.total_bytes.evaluate_at(batch) + self.compute_buffer_bytes(
+        return self.total_bytes.evaluate_at(batch) + self.compute_reduction_buffer_bytes(
             batch, resident_threads
         )
 
@@ -132,9 +132,9 @@ class Footprint:
         touched_bytes: Bytes that operations read and write per step.
         flat_tensor_bytes: Flat weights and buffers that a worker of a parameter server pushes and pulls.
         host_bytes: Bytes that are stored on the host of a GPU, by part.
-        grown_bytes: Part of `between_steps_bytes` that does not exist before the first step.
-        frozen_bytes: Bytes of this rank's parameters that are never trained.
-        streamed_bytes: Maximum bytes that FSDP has at once to gather and to scatter.
+        bytes_created_by_first_step: Part of `between_steps_bytes` that does not exist before the first step.
+        frozen_parameter_bytes: Bytes of this rank's parameters that are never trained.
+        max_fsdp_stream_bytes: Maximum bytes that FSDP has at once to gather and to scatter.
         attention_share: Fraction of `flops_per_sample` in fused attention, which is slower than
             products.
         recomputed_flops_per_sample: Additional operations of checkpointed blocks that are computed
@@ -154,38 +154,38 @@ class Footprint:
     touched_bytes: Affine
     flat_tensor_bytes: dict[str, int]
     host_bytes: dict[str, int] = field(default_factory=dict)
-    grown_bytes: int = 0
-    frozen_bytes: int = 0
-    streamed_bytes: int = 0
+    bytes_created_by_first_step: int = 0
+    frozen_parameter_bytes: int = 0
+    max_fsdp_stream_bytes: int = 0
     is_on_cuda: bool = False
     attention_share: float = 0.0
     recomputed_flops_per_sample: float = 0.0
     stage_footprints: list[Footprint] = field(default_factory=list)
 
     @property
-    def footprint_per_stage(self) -> list[Footprint]:
+    def footprints_of_stages(self) -> list[Footprint]:
         """Footprints of all pipeline stages, or of one rank without stages."""
         return self.stage_footprints or [self]
 
-    def find_fullest_rank(self, batch: int, resident_threads: int = 0) -> Footprint:
+    def find_fullest_rank_footprint(self, batch: int, resident_threads: int = 0) -> Footprint:
         """Return the footprint of the rank that needs most memory.
 
         It has the `stage_footprints` of all stages.
         """
         fullest = max(
-            self.footprint_per_stage, key=lambda f: f.compute_needed_bytes(batch, resident_threads)
+            self.footprints_of_stages, key=lambda f: f.compute_needed_bytes(batch, resident_threads)
         )
         return replace(fullest, stage_footprints=self.stage_footprints)
 
     @property
-    def computed_flops_per_sample(self) -> float:
+    def executed_flops_per_sample(self) -> float:
         """Operations per sample of a step, with those that checkpointed blocks compute again."""
         return self.training_flops_per_sample + self.recomputed_flops_per_sample
 
     @property
-    def slowest_rank(self) -> Footprint:
+    def slowest_rank_footprint(self) -> Footprint:
         """Footprint of the pipeline rank that computes most."""
-        return max(self.footprint_per_stage, key=lambda f: f.computed_flops_per_sample)
+        return max(self.footprints_of_stages, key=lambda f: f.executed_flops_per_sample)
 
     def compute_training_peak(self, batch: int, resident_threads: int = 0) -> MemoryPeak:
         """Return the peak of a training step with `batch` samples on this rank.
@@ -199,7 +199,7 @@ class Footprint:
             self.peak_moments, key=lambda m: m.compute_total_bytes(batch, resident_threads)
         )
         parts = {k: round(v.evaluate_at(batch)) for k, v in highest.parts_bytes.items()}
-        if buffer_bytes := highest.compute_buffer_bytes(batch, resident_threads):
+        if buffer_bytes := highest.compute_reduction_buffer_bytes(batch, resident_threads):
             parts["scratch"] = parts.get("scratch", 0) + buffer_bytes
         return MemoryPeak(
             round(highest.compute_total_bytes(batch, resident_threads)), highest.phase, parts
@@ -212,10 +212,10 @@ class Footprint:
         gathered and scattered tensors, and gradients, which result from them.
         """
         peak = self.compute_training_peak(batch, resident_threads)
-        if not self.streamed_bytes:
+        if not self.max_fsdp_stream_bytes:
             return peak.n_bytes
         gradients_bytes = 0 if self.host_bytes else self.model_states_bytes["gradients_bytes"]
-        pools = {"communication": self.streamed_bytes, "gradients": gradients_bytes}
+        pools = {"communication": self.max_fsdp_stream_bytes, "gradients": gradients_bytes}
         held = peak.parts_bytes
         return peak.n_bytes + sum(max(0, n - held.get(part, 0)) for part, n in pools.items())
 
@@ -231,7 +231,7 @@ class Footprint:
     def warmup_copy_host_bytes(self) -> int:
         """Bytes of host memory for the warm-up's copy of trained parameters and buffers."""
         held = self.between_steps_bytes
-        trained_bytes = max(0, held.get("parameters", 0) - self.frozen_bytes)
+        trained_bytes = max(0, held.get("parameters", 0) - self.frozen_parameter_bytes)
         return trained_bytes + held.get("buffers", 0)
 
     @property
@@ -258,7 +258,7 @@ class Footprint:
             key=lambda batch: (
                 max(
                     f.compute_needed_bytes(batch, resident_threads)
-                    for f in self.footprint_per_stage
+                    for f in self.footprints_of_stages
                 )
                 + compute_data_bytes(batch)
             ),
@@ -406,9 +406,11 @@ class TracedSteps:
             if request.is_worker_of_server
             else {},
             host_bytes=trace.get_host_bytes_by_purpose(edges[0]),
-            grown_bytes=sum(t.numel() * t.element_size() for t in strategy.list_late_tensors()),
-            frozen_bytes=_compute_frozen_parameter_bytes(strategy),
-            streamed_bytes=trace.find_max_fsdp_stream_bytes(*edges[1:]),
+            bytes_created_by_first_step=sum(
+                t.numel() * t.element_size() for t in strategy.list_late_tensors()
+            ),
+            frozen_parameter_bytes=_compute_frozen_parameter_bytes(strategy),
+            max_fsdp_stream_bytes=trace.find_max_fsdp_stream_bytes(*edges[1:]),
             is_on_cuda=request.is_on_cuda,
             attention_share=attention_flops / flops if flops else 0.0,
             recomputed_flops_per_sample=self.recomputed_flops / (parts * BATCHES[1]),
@@ -584,7 +586,7 @@ def list_positions_by_reduction(
         sums = ReductionSize(
             Affine.fit_two_values((one.outputs, other.outputs), parts),
             Affine.fit_two_values((one.inputs, other.inputs), parts),
-            max(one.together, other.together),
+            max(one.sums_per_thread, other.sums_per_thread),
             one.partial_sum_bytes,
         )
         indices.setdefault(sums, []).append(at)

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 IMPORTED = ["stratbench.workload.with_torch", "stratbench.extensions.plan.footprint.fake"]
 
 
-def make_pool(n_processes: int, further_modules: Sequence[str] = ()) -> ProcessPoolExecutor:
+def make_process_pool(n_processes: int, further_modules: Sequence[str] = ()) -> ProcessPoolExecutor:
     """Return a pool of processes that are forked from one that has imported PyTorch.
 
     All pools of this process share that import. The processes see no GPU, since some of PyTorch's code treats
@@ -30,14 +30,16 @@ def make_pool(n_processes: int, further_modules: Sequence[str] = ()) -> ProcessP
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, *further_modules])
     try:
-        return ProcessPoolExecutor(n_processes, mp_context=context, initializer=prepare_process)
+        return ProcessPoolExecutor(
+            n_processes, mp_context=context, initializer=prepare_pool_process
+        )
     except OSError as e:
         if e.filename or not e.errno:
             raise
         raise OSError(e.errno, os.strerror(e.errno), "/dev/shm") from e
 
 
-def prepare_process() -> None:
+def prepare_pool_process() -> None:
     """Hide the GPUs from this process, and keep imported objects out of garbage collection."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gc.freeze()

@@ -26,17 +26,17 @@ class Reduction:
     their buffers are tiny.
 
     Attributes:
-        together: Sums that a thread computes at once: 1, 2 or 4.
+        sums_per_thread: Sums that a thread computes at once: 1, 2 or 4.
         partial_sum_bytes: Bytes of a partial sum.
     """
 
     outputs: int
     inputs: int
-    together: int
+    sums_per_thread: int
     partial_sum_bytes: int
 
     @classmethod
-    def of(
+    def from_tensor_layout(
         cls,
         shape: Sequence[int],
         strides: Sequence[int],
@@ -78,16 +78,16 @@ class Reduction:
         The GPU holds `resident_threads` threads at once. The formula is that of PyTorch 2.11 (setReduceConfig
         and global_memory_size, ATen/native/cuda/Reduce.cuh).
         """
-        most = BLOCK_THREADS // self.together
-        width = min(_round_down_to_power_of_two(self.outputs // self.together, most), WARP)
+        most = BLOCK_THREADS // self.sums_per_thread
+        width = min(_round_down_to_power_of_two(self.outputs // self.sums_per_thread, most), WARP)
         height = min(_round_down_to_power_of_two(self.inputs, most), most // width)
         width = min(
-            _round_down_to_power_of_two(self.outputs // self.together, most), most // height
+            _round_down_to_power_of_two(self.outputs // self.sums_per_thread, most), most // height
         )
         if self.inputs < min(height * MIN_NUMBERS, MAX_NUMBERS):
             return 0  # one warp computes each sum, without a buffer
         each = _divide_rounding_up(self.inputs, height)
-        blocks = _divide_rounding_up(self.outputs // self.together, width)
+        blocks = _divide_rounding_up(self.outputs // self.sums_per_thread, width)
         at_once = resident_threads // (width * height)
         if each < MAX_NUMBERS or blocks > at_once:
             return 0  # one thread block computes each sum, without a buffer
@@ -98,7 +98,7 @@ class Reduction:
         if parts == 1:
             return 0
         # The buffer is larger than its content, since PyTorch counts the sums of a thread block twice.
-        buffer_bytes = self.partial_sum_bytes * self.outputs * parts * width * self.together
+        buffer_bytes = self.partial_sum_bytes * self.outputs * parts * width * self.sums_per_thread
         return buffer_bytes + COUNTER_BYTES * blocks
 
 

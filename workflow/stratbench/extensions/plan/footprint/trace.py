@@ -321,7 +321,9 @@ def _make_bias_reduction(args: Any) -> Reduction | None:
 
 def _make_reduction(x: torch.Tensor, dims: set[int]) -> Reduction | None:
     x = get_local_shard(x)
-    return Reduction.of(x.shape, x.stride(), dims, x.storage_offset(), x.element_size())
+    return Reduction.from_tensor_layout(
+        x.shape, x.stride(), dims, x.storage_offset(), x.element_size()
+    )
 
 
 _SUMS = {

@@ -179,9 +179,9 @@ def estimate(
     )
     samples = len(x) * request.num_accumulated_parts
     typical, largest = chosen(batch=samples), chosen()
-    peak = footprint.find_fullest_rank(samples, device.resident_threads).compute_training_peak(
+    peak = footprint.find_fullest_rank_footprint(
         samples, device.resident_threads
-    )
+    ).compute_training_peak(samples, device.resident_threads)
     fits = largest.verdict == "fits"
     return Estimate(
         strategy=name,

@@ -323,7 +323,7 @@ def predict_strategy_answer(
     settings = replace(s.settings, per_worker_batch=batch, global_batch=batch * s.mesh.replicas)
     samples = max(s.data.train_samples, settings.global_batch)
     s = replace(s, settings=settings, data=replace(s.data, train_samples=samples))
-    fullest = footprint.find_fullest_rank(batch, threads)
+    fullest = footprint.find_fullest_rank_footprint(batch, threads)
     needs = derive_needs(s, fullest, resources.count_nodes(s.cell, cluster))
     needed_bytes = fullest.compute_needed_bytes(batch, threads) + needs.data_bytes
     reserved_bytes = fullest.compute_reserved_bytes(batch, threads) + needs.data_bytes

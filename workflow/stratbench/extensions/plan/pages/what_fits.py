@@ -261,7 +261,7 @@ def _collect_strategy_values(
     return {
         "footprints": [
             _get_or_add_footprint_index(f, footprint_indices)
-            for f in c.footprint.footprint_per_stage
+            for f in c.footprint.footprints_of_stages
         ],
         "slowest": _find_slowest_stage_index(c.footprint),
         "regular": _is_linear_in_workers(s),
@@ -309,7 +309,9 @@ def _is_linear_in_workers(s: CellToPlan) -> bool:
 def _find_slowest_stage_index(footprint: Footprint) -> int:
     """Return the index of the pipeline stage that computes most."""
     return next(
-        i for i, f in enumerate(footprint.footprint_per_stage) if f is footprint.slowest_rank
+        i
+        for i, f in enumerate(footprint.footprints_of_stages)
+        if f is footprint.slowest_rank_footprint
     )
 
 
@@ -332,7 +334,7 @@ def _describe_sent_bytes(s: CellToPlan, footprint: Footprint, nodes: int) -> dic
         at = [
             fmean(
                 compute_wire_bytes(f.collectives, gpus, on_gloo, n, ranks_per_node)
-                for f in footprint.footprint_per_stage
+                for f in footprint.footprints_of_stages
             )
             for n in (0, 1)
         ]
@@ -340,7 +342,7 @@ def _describe_sent_bytes(s: CellToPlan, footprint: Footprint, nodes: int) -> dic
 
     plain = [
         compute_averaging_wire_bytes(s, f, f.collectives, on_gloo)
-        for f in footprint.footprint_per_stage
+        for f in footprint.footprints_of_stages
     ]
     start, period = find_exchange_steps(s.strategy)
     return {
@@ -382,7 +384,7 @@ def _select_footprint_values(footprint: Footprint) -> dict[str, Any]:
         ],
         "evaluation": _sum_bytes_by_group(footprint.evaluation_peak.parts_bytes),
         "copy": footprint.warmup_copy_device_bytes,
-        "flops": footprint.computed_flops_per_sample,
+        "flops": footprint.executed_flops_per_sample,
         "attention": footprint.attention_share,
         "operations": footprint.operations_per_step,
         "touched": _make_line_pair(footprint.touched_bytes),

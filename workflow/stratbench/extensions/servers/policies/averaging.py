@@ -144,7 +144,7 @@ class SyncPolicy(Policy):
                 self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
             self.version += 1
-            self._release_buffer(self._total, caller_gradient)
+            self._make_buffer_reusable(self._total, caller_gradient)
         self._total, self._weight, self._arrived_and_left = None, 0.0, 0
         self._arrived.clear()
         return True
@@ -154,14 +154,14 @@ class SyncPolicy(Policy):
             self._total = grad
         else:
             self._total.add_(grad)
-            self._release_buffer(grad, caller_gradient)
+            self._make_buffer_reusable(grad, caller_gradient)
 
     def _copy_to_free_buffer(self, grad: Tensor) -> Tensor:
         slot = self._free.pop()
         slot.copy_(grad)
         return slot
 
-    def _release_buffer(self, tensor: Tensor, caller_gradient: Tensor | None) -> None:
+    def _make_buffer_reusable(self, tensor: Tensor, caller_gradient: Tensor | None) -> None:
         if tensor is not caller_gradient:
             self._free.append(tensor)
 

@@ -27,7 +27,11 @@ from stratbench.extensions.servers.wire.frames import (
     ProtocolError,
     unpack_ticket,
 )
-from stratbench.extensions.servers.wire.handshake import JoinLater, JoinRefused, join_handshake
+from stratbench.extensions.servers.wire.handshake import (
+    JoinLater,
+    JoinRefused,
+    answer_server_challenge,
+)
 from stratbench.extensions.servers.wire.link import Left, Link, RunEnded, ServerLost
 from stratbench.extensions.servers.wire.shm import DTYPES
 from stratbench.extensions.servers.wire.transport import (
@@ -200,7 +204,7 @@ class Channel:
             **({} if self._incarnation is None else {"incarnation": self._incarnation}),
         }
         try:
-            welcome = join_handshake(connection, secret, hello)
+            welcome = answer_server_challenge(connection, secret, hello)
             if transport == "shm":
                 # If the server has closed the connection, a frame that it sent before has the reason.
                 with contextlib.suppress(Closed):
@@ -220,7 +224,7 @@ class Channel:
         """Compute the bounds of all shards, and start the threads that receive and send frames."""
         self._bounds = cut_into_shards(self.flat.layout.numel, self._links[0].shard_numel)
         if self.flat.has_host_copies:
-            pushes = self._push_buffers, self._push_shards, self._end_push
+            pushes = self._push_buffers, self._push_shards, self._send_end_of_push
             self._staging = Staging(
                 self.flat, self._bounds, *pushes, self.scale, self._store_push_weight
             )
@@ -268,7 +272,7 @@ class Channel:
         """
         self._rehearsing = False
         self.reset_counters()
-        self._expect_reply()
+        self._prepare_for_reply()
         if self._staging is not None:
             self._staging.start_accepting_weights()
         for link in reversed(self._links):  # server 0 comes last, because its reply starts the run
@@ -283,20 +287,20 @@ class Channel:
         for link in self._links:
             link.bytes_out = link.bytes_in = 0
 
-    def send_during_backward(self) -> None:
+    def send_gradients_during_backward(self) -> None:
         """Send gradients bucket by bucket while the next backward runs, on a GPU.
 
         Call it only if this backward makes the gradients final, except for the loss scale, and if `push_pull`
         or `rehearse_exchange` follows. It has no effect on a CPU.
         """
         if self._staging is not None:
-            self._expect_reply()
-            self._staging.copy_during_backward()
+            self._prepare_for_reply()
+            self._staging.copy_buckets_during_backward()
 
     def set_push_weight(self, weight: torch.Tensor) -> None:
         """Set the weight, a scalar, with which the servers average the next push.
 
-        Call this method before `send_during_backward`.
+        Call this method before `send_gradients_during_backward`.
         """
         if self._staging is not None:
             self._staging.weight = weight
@@ -397,7 +401,7 @@ class Channel:
 
     # --- pushing gradients and buffers ------------------------------------------------------------
 
-    def _expect_reply(self) -> None:
+    def _prepare_for_reply(self) -> None:
         self._next_arrived.clear()
         self._next = None
         for link in self._links:
@@ -412,11 +416,11 @@ class Channel:
         overflowed = False
         if self._staging is not None:
             if not self._staging.armed:
-                self._expect_reply()
+                self._prepare_for_reply()
             self._staging.finish_push()
             overflowed = self._staging.overflowed
         else:
-            self._expect_reply()
+            self._prepare_for_reply()
             if self._unscaler is not None:
                 self._unscaler.begin_step(self.scale)
                 self._unscaler.unscale(self.flat.grads)
@@ -425,12 +429,12 @@ class Channel:
                 self._push_buffers()
                 self._push_shards(0, len(self._bounds))
             if self.scale is not None:
-                self._end_push(overflowed)
+                self._send_end_of_push(overflowed)
         if self.scale is not None:
             self.scale.update(overflowed)
         self._wait_for_senders()
 
-    def _end_push(self, overflowed: bool) -> None:
+    def _send_end_of_push(self, overflowed: bool) -> None:
         """Request that every server applies the push, or drops it if a gradient overflowed."""
         frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
         for link in reversed(self._links):
@@ -606,7 +610,7 @@ class Channel:
                 )
             # Replies in the warm-up must not overwrite weights. They overwrite gradients that were pushed.
             target = self._grad_bytes if self._rehearsing else self._weight_bytes
-            link.connection.receive_into(target[low:high])
+            link.connection.receive_bytes_into(target[low:high])
         if self._staging is not None:
             self._staging.copy_weights_to_device(start, stop)
         link.bytes_in += high - low

@@ -148,7 +148,7 @@ class Staging:
         for hook in self._hooks:
             hook.remove()
 
-    def copy_during_backward(self) -> None:
+    def copy_buckets_during_backward(self) -> None:
         """Copy each bucket of gradients to the host during the next backward.
 
         A bucket is copied as soon as its gradients are final.

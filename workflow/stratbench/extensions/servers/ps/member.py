@@ -88,7 +88,7 @@ class StreamLane:
 
     def receive_shard(self, shard: int) -> None:
         """Receive the gradient of a shard, or the float buffers if `shard` is `BUFFERS`."""
-        self._connection.receive_into(get_tensor_bytes(self._get_receive_buffer(shard)))
+        self._connection.receive_bytes_into(get_tensor_bytes(self._get_receive_buffer(shard)))
 
     def get_received_tensor(self, shard: int) -> Tensor:
         """Return the gradient of a shard, or the buffers, that `receive_shard` has received.
@@ -102,7 +102,7 @@ class StreamLane:
 
     def receive_initial_shard(self, shard: int, out: Tensor) -> None:
         """Receive the initial weights of a shard into `out`."""
-        self._connection.receive_into(get_tensor_bytes(out))
+        self._connection.receive_bytes_into(get_tensor_bytes(out))
 
     def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
         """Return a payload as long as a shard's weights, for a reply in the warm-up."""

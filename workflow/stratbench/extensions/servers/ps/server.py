@@ -51,7 +51,7 @@ def run_server(
     listeners = Listeners(config.bind_address, config.advertised_address)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)
     accepting.start()
-    listeners.publish(config.rendezvous, config.server, run.incarnation)
+    listeners.publish_addresses(config.rendezvous, config.server, run.incarnation)
     try:
         run.watch_members()
     finally:

@@ -32,7 +32,7 @@ from stratbench.extensions.servers.wire.frames import (
     pack_ticket,
 )
 from stratbench.extensions.servers.wire.gate import Refusals
-from stratbench.extensions.servers.wire.handshake import accept_handshake
+from stratbench.extensions.servers.wire.handshake import send_welcome_to_worker
 from stratbench.extensions.servers.wire.transport import Closed, Connection, PauseDetector, Silent
 from stratbench.workload.generators import OTHER_START
 
@@ -165,7 +165,7 @@ class ServerRun:
             "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
             "limit_bytes": store.limit_bytes,
         } | self._make_welcome_additions(member)
-        accept_handshake(connection, self._secret, nonces, welcome, store.limit_bytes)
+        send_welcome_to_worker(connection, self._secret, nonces, welcome, store.limit_bytes)
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._send_member_replies, args=(member,), daemon=True)
         sender.start()
@@ -223,7 +223,7 @@ class ServerRun:
                 elif frame.kind is Kind.ERR:
                     self._on_error(member, frame)
                 elif frame.kind in (Kind.BYE, Kind.LEAVE):
-                    member.wait_s = self._read_wait_report_s(member, frame)
+                    member.wait_s = self._read_reported_wait_s(member, frame)
                     (self._on_bye if frame.kind is Kind.BYE else self._on_leave)(member)
                     break
                 elif frame.kind is Kind.SCORE:
@@ -273,12 +273,12 @@ class ServerRun:
 
         If there are no weights yet, the initial weights of one worker are requested.
         """
-        self._ask_for_weights()
+        self._request_initial_weights()
         if self._initialised:
             self._store.add_worker(member.place)
         self._start_if_ready()
 
-    def _ask_for_weights(self) -> None:
+    def _request_initial_weights(self) -> None:
         member = self._initialiser
         if self._initialised or (member is not None and member.alive):
             return
@@ -323,12 +323,12 @@ class ServerRun:
         if self._started or not may_start:
             return
         self._started = True
-        self._begin_clock()
+        self._start_training_clock()
         if self.config.server == 0:
             for member in sorted(self._membership.ready_members, key=lambda m: m.place):
                 self._hand_ticket(member)
 
-    def _begin_clock(self) -> None:
+    def _start_training_clock(self) -> None:
         self._first_ticket_s = time.perf_counter()
 
     # --- tickets and pushes -----------------------------------------------------------------------
@@ -502,7 +502,7 @@ class ServerRun:
         except ValueError as error:
             raise ProtocolError(f"malformed {frame.kind.name}: {error}") from None
 
-    def _read_wait_report_s(self, member: Member, frame: Frame) -> float:
+    def _read_reported_wait_s(self, member: Member, frame: Frame) -> float:
         """Return how many seconds a leaving worker has waited for servers, from its report."""
         try:
             return float(self._read_json(member, frame)["wait_s"])
@@ -514,7 +514,7 @@ class ServerRun:
             raise Closed("the worker left before the run was over")
         with self._lock:
             member.alive = False
-            self._end_run_if_empty()
+            self._end_run_without_workers()
         member.queue_end()
 
     def _on_leave(self, member: Member) -> None:
@@ -528,7 +528,7 @@ class ServerRun:
         reason = self._read_small_payload(member, frame).decode(errors="replace")
         raise Closed(f"another server: {reason}")
 
-    def _end_run_if_empty(self) -> None:
+    def _end_run_without_workers(self) -> None:
         if not self._membership.has_no_members_left:
             return
         if not self.done:
@@ -557,18 +557,18 @@ class ServerRun:
                     self._fail_run(f"step {step}: worker {member.worker} was lost ({reason})")
                     return
                 self._continue_without_member(member)
-            self._end_run_if_empty()
+            self._end_run_without_workers()
 
     def _continue_without_member(self, member: Member) -> None:
         self.tickets.take_back_tickets(member.worker)
         if self._initialised:
             self._store.remove_worker(member.place, lost=True)
         else:
-            self._ask_for_weights()
+            self._request_initial_weights()
         self._start_if_ready()
-        self._hand_tickets_to_idle()
+        self._hand_tickets_to_idle_workers()
 
-    def _hand_tickets_to_idle(self) -> None:
+    def _hand_tickets_to_idle_workers(self) -> None:
         """Give tickets to the workers that wait because no ticket was free. `_lock` is held."""
         for other in self._membership.live_members if self.config.server == 0 else ():
             if other.idle and other.evaluated_epoch is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stratbench.extensions.servers.wire.frames import ComeAgain, Frame, Kind, ProtocolError
-from stratbench.extensions.servers.wire.handshake import open_handshake
+from stratbench.extensions.servers.wire.handshake import challenge_worker
 from stratbench.extensions.servers.wire.transport import Closed, Connection, Listeners, Silent
 
 log = logging.getLogger(__name__)
@@ -97,14 +97,14 @@ class Gate:
             while not self._closed.is_set():
                 for key, _ in selector.select():
                     if key.fileobj is not self._wake:
-                        self._accept_from(key.fileobj, key.fileobj is listeners.local)
+                        self._accept_from_listener(key.fileobj, key.fileobj is listeners.local)
 
     def close(self) -> None:
         """Stop accepting connections, so that `accept` returns."""
         self._closed.set()
         self._waker.close()
 
-    def _accept_from(self, listener: socket.socket, local: bool) -> None:
+    def _accept_from_listener(self, listener: socket.socket, local: bool) -> None:
         try:
             sock, address = listener.accept()
         except OSError as error:
@@ -173,7 +173,7 @@ class Gate:
         )
         connection.deadline = time.monotonic() + self._deadline_s
         try:
-            hello, nonces = open_handshake(connection, self._secret)
+            hello, nonces = challenge_worker(connection, self._secret)
             # `_close_oldest_unproved` has closed this connection. The peer connects again.
             if not self._forget_unproved_connection(connection):
                 raise Closed("this connection was closed in favour of a newer one; connect again")

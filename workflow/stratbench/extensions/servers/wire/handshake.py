@@ -103,7 +103,7 @@ def _parse_json_object(payload: bytes) -> dict[str, Any]:
     return value
 
 
-def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any], bytes]:
+def challenge_worker(connection: Connection, secret: bytes) -> tuple[dict[str, Any], bytes]:
     """Check that a worker knows the secret, and return its HELLO and both nonces.
 
     A server calls this function.
@@ -122,7 +122,7 @@ def open_handshake(connection: Connection, secret: bytes) -> tuple[dict[str, Any
     return _parse_json_object(payload), nonce + theirs
 
 
-def accept_handshake(
+def send_welcome_to_worker(
     connection: Connection, secret: bytes, nonces: bytes, welcome: dict[str, Any], limit_bytes: int
 ) -> None:
     """Send WELCOME to a worker, and authenticate all later frames. A server calls this function.
@@ -142,7 +142,9 @@ def accept_handshake(
     connection.set_frame_keys(to_worker, to_server, limit_bytes)
 
 
-def join_handshake(connection: Connection, secret: bytes, hello: dict[str, Any]) -> dict[str, Any]:
+def answer_server_challenge(
+    connection: Connection, secret: bytes, hello: dict[str, Any]
+) -> dict[str, Any]:
     """Answer the challenge of a server, and return its WELCOME. A worker calls this function.
 
     Args:

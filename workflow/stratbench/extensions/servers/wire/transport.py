@@ -183,7 +183,7 @@ class Connection:
             ProtocolError: If the frame is invalid.
         """
         while True:
-            self.receive_into(memoryview(self._head), between_frames=True)
+            self.receive_bytes_into(memoryview(self._head), between_frames=True)
             frame, replayed = self._in.unpack_frame(self._head, self.limit_bytes)
             if not replayed:
                 return frame
@@ -191,7 +191,7 @@ class Connection:
             self.on_replay(frame)
             self.discard_payload(frame.length)
 
-    def receive_into(self, view: memoryview, between_frames: bool = False) -> None:
+    def receive_bytes_into(self, view: memoryview, between_frames: bool = False) -> None:
         """Receive bytes into the memory `view`, until it is full.
 
         Args:
@@ -220,7 +220,7 @@ class Connection:
     def read_payload(self, n_bytes: int) -> bytes:
         """Receive a small payload of `n_bytes` bytes, a length that the caller has checked."""
         data = bytearray(n_bytes)
-        self.receive_into(memoryview(data))
+        self.receive_bytes_into(memoryview(data))
         return bytes(data)
 
     def discard_payload(self, n_bytes: int) -> None:
@@ -228,7 +228,7 @@ class Connection:
         scratch = memoryview(bytearray(min(n_bytes, _DISCARD_BYTES)))
         while n_bytes > 0:
             part = scratch[: min(n_bytes, _DISCARD_BYTES)]
-            self.receive_into(part)
+            self.receive_bytes_into(part)
             n_bytes -= len(part)
 
     def _check_deadlines(self) -> None:
@@ -310,7 +310,7 @@ class Listeners:
         """All listening sockets of the server."""
         return [self.tcp] if self.local is None else [self.tcp, self.local]
 
-    def publish(self, path: str | Path, server: int, incarnation: int = 1) -> None:
+    def publish_addresses(self, path: str | Path, server: int, incarnation: int = 1) -> None:
         """Write the rendezvous file of a server, `<path>.<server>`, atomically.
 
         Args:
