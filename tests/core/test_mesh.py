@@ -19,9 +19,9 @@ MESHES = [Mesh(r, t, s) for r in (1, 2, 3) for t in (1, 2, 4) for s in (1, 2, 3)
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_rank_has_a_place_of_its_own(mesh):
-    places = [mesh.get_coordinate(rank) for rank in range(mesh.workers)]
-    assert len(set(places)) == mesh.workers
-    assert [mesh.get_rank(place) for place in places] == list(range(mesh.workers))
+    places = [mesh.get_coordinate(rank) for rank in range(mesh.num_workers)]
+    assert len(set(places)) == mesh.num_workers
+    assert [mesh.get_rank(place) for place in places] == list(range(mesh.num_workers))
     assert {p.replica for p in places} == set(range(mesh.replicas))
     assert {p.stage for p in places} == set(range(mesh.stages))
 
@@ -30,7 +30,7 @@ def test_every_rank_has_a_place_of_its_own(mesh):
 def test_the_workers_that_divide_a_layer_are_neighbours(mesh):
     """So that a node holds all of them wherever it can."""
     by_layer: dict[tuple[int, int], list[int]] = {}
-    for rank in range(mesh.workers):
+    for rank in range(mesh.num_workers):
         place = mesh.get_coordinate(rank)
         by_layer.setdefault((place.replica, place.stage), []).append(rank)
     for ranks in by_layer.values():
@@ -41,7 +41,7 @@ def test_the_workers_that_divide_a_layer_are_neighbours(mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_worker_of_each_replica_counts_and_has_the_loss(mesh):
     speakers = [
-        mesh.get_coordinate(rank) for rank in range(mesh.workers) if mesh.reports_for_replica(rank)
+        mesh.get_coordinate(rank) for rank in range(mesh.num_workers) if mesh.reports_for_replica(rank)
     ]
     assert [p.replica for p in speakers] == list(range(mesh.replicas))
     assert {p.stage for p in speakers} == {mesh.stages - 1}
@@ -51,11 +51,11 @@ def test_one_worker_of_each_replica_counts_and_has_the_loss(mesh):
 def test_only_who_computes_the_same_draws_the_same(mesh):
     """Dropout is alike on the workers that divide a layer, and on no other two."""
     by_draws: dict[int, set[tuple[int, int]]] = {}
-    for rank in range(mesh.workers):
+    for rank in range(mesh.num_workers):
         worker = Worker(
             settings(),
             rank,
-            mesh.workers,
+            mesh.num_workers,
             1,
             torch.device("cpu"),
             RunFolder("nowhere"),
@@ -72,14 +72,14 @@ def test_only_who_computes_the_same_draws_the_same(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
-    s = replace(settings(gpus=mesh.workers), global_batch=12, per_worker_batch=12 // mesh.replicas)
+    s = replace(settings(gpus=mesh.num_workers), global_batch=12, per_worker_batch=12 // mesh.replicas)
     order = torch.randperm(30)
     taken: dict[int, set[tuple[int, ...]]] = {}
-    for rank in range(mesh.workers):
+    for rank in range(mesh.num_workers):
         strategy = Collective(Collective.Options())
         folder = RunFolder("nowhere")
         strategy.worker = Worker(
-            s, rank, mesh.workers, 1, torch.device("cpu"), folder, [], mesh=mesh
+            s, rank, mesh.num_workers, 1, torch.device("cpu"), folder, [], mesh=mesh
         )
         share = torch.stack(list(strategy.batches(order, 0)))
         assert share.shape == (2, 12 // mesh.replicas)

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 TRAINING_FLOPS = 3
 
 
-def count_flops(build_model: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> dict[str, int]:
+def count_flops(
+    build_model: Callable[[], nn.Module], input_shape: tuple[int, ...]
+) -> dict[str, int]:
     """Return the floating-point operations per sample of forward, and of a training step.
 
     Convolutions, matrix products and attention are counted. A multiplication and its addition are two
