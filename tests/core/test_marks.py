@@ -74,7 +74,7 @@ def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
 def test_the_members_of_a_family_differ_in_black_and_white():
     """And families by their shapes: no colour is needed to know a strategy."""
     looks = marks.assign_marks_by_strategy((name, name) for name in REGISTRY)
-    assert len({(m.shape, m.fill, m.line_dash_pattern) for m in looks.values()}) == len(looks)
+    assert len({(m.family_shape, m.mark_filling, m.line_dash_pattern) for m in looks.values()}) == len(looks)
     assert len({hue.shape for hue in FAMILIES.values()}) == len(FAMILIES)
 
 

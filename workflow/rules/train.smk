@@ -86,7 +86,9 @@ rule train_cell:
             else ""
         ),
         # The record says how many repeats were planned; more of them retrain none.
-        repeats=lambda w: STUDY.experiments[w.experiment].expand_cells_arguments["repeats"],
+        repeats=lambda w: STUDY.experiments[w.experiment].expand_cells_arguments[
+            "repeats"
+        ],
         gpu_slots=1,
     params:
         **setting_parameters(),
@@ -124,7 +126,9 @@ rule list_cells:
     conda:
         ENV
     params:
-        matrices=json.dumps([e.expand_cells_arguments for e in STUDY.experiments.values()]),
+        matrices=json.dumps(
+            [e.expand_cells_arguments for e in STUDY.experiments.values()]
+        ),
     message:
         "list the cells of the study {wildcards.study}"
     shell:

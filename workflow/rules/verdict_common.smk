@@ -44,7 +44,9 @@ def block_jobs():
     for job in internals.get_jobs(workflow, rules.run_block):
         if internals.is_planned_job(workflow, job):
             plan = get_block_plan(job.wildcards)
-            yield job, list(map(plan.make_segment_cell, plan.order)), ROUND.make_block_request(plan)
+            yield job, list(
+                map(plan.make_segment_cell, plan.order)
+            ), ROUND.make_block_request(plan)
 
 
 def begin_round():
