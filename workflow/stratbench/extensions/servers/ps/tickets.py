@@ -179,6 +179,7 @@ class Tickets:
             worker: Number of the worker.
             slot: Slot of the worker, whose slice it gets while that is free. None: its number.
         """
+        number: int | None
         if self._returned:
             number, loser = self._returned.popleft()
             self.reassigned.append({"ticket": number, "from": loser, "to": worker})
