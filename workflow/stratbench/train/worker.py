@@ -132,7 +132,7 @@ def start_worker(job: Job, worker_number: int, local_rank: int) -> WorkerStart:
 
     Args:
         job: Job of the cell.
-        worker_number: Rank of the worker. In an elastic cell, the number of the worker's SLURM job.
+        worker_number: Rank of the worker. If each worker is a SLURM job, the number of that job.
         local_rank: Rank of the worker on its node.
     """
     s = job.settings

@@ -210,7 +210,7 @@ def describe_unequal_mean_workers(ranking: Ranking, equivalence_margin: float) -
 
     The numbers differ if workers are separate jobs, which start at different times.
     """
-    elastic = [
+    candidates = [
         c
         for c in (
             ranking.chosen_candidate,
@@ -218,11 +218,11 @@ def describe_unequal_mean_workers(ranking: Ranking, equivalence_margin: float) -
         )
         if c.mean_num_workers
     ]
-    shares = [c.mean_num_workers / c.gpus for c in elastic if c.mean_num_workers]
+    shares = [c.mean_num_workers / c.gpus for c in candidates if c.mean_num_workers]
     if not shares or max(shares) <= (1 + equivalence_margin) * min(shares):
         return ""
     numbers_by_strategy = ", ".join(
-        f"{c.mean_num_workers:.2g} of {c.gpus} for {c.strategy}" for c in elastic
+        f"{c.mean_num_workers:.2g} of {c.gpus} for {c.strategy}" for c in candidates
     )
     return (
         "Workers joined and left, so the mean number of present workers differs: "
