@@ -10,7 +10,9 @@ ALIGN_BYTES = 64
 
 
 def compute_flat_offsets_and_length(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return the first element of each tensor in the flat tensor, and the flat tensor's length."""
+    """Return each tensor's first index in the flat tensor, and the flat tensor's length. Both are in
+    elements.
+    """
     starts, end = [], 0
     for tensor in tensors:
         align = max(1, ALIGN_BYTES // tensor.element_size())
@@ -22,7 +24,7 @@ def compute_flat_offsets_and_length(tensors: list[torch.Tensor]) -> tuple[list[i
 def view_part_of_flat_tensor(
     tensor_like: torch.Tensor, flat_tensor: torch.Tensor, first_element: int
 ) -> torch.Tensor:
-    """Return a view of a part of a flat tensor, with the shape and strides of another tensor.
+    """Return a view of a part of a flat tensor. The view has the shape and strides of `tensor_like`.
 
     Args:
         tensor_like: Tensor that has the shape and strides.
@@ -48,7 +50,7 @@ def view_part_of_flat_tensor(
 def copy_into_flat_tensor(
     source: torch.Tensor, flat_tensor: torch.Tensor, first_element: int
 ) -> torch.Tensor:
-    """Copy a tensor into a flat tensor, and return the view that has the shape of the tensor.
+    """Copy a tensor into a flat tensor. Return the view of the copy, which has the tensor's shape.
 
     Args:
         source: Tensor to copy.

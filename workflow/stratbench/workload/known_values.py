@@ -94,7 +94,7 @@ class KnownValueFakeMode(FakeTensorMode):
         return _compute_real_operand(recipe, {})
 
     def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Attach a recipe to the result of an operator, if its values do not depend on data."""
+        """Attach a recipe to an operator's result, unless the result's values depend on data."""
         recipe = None
         if isinstance(result, Tensor) and result.layout is torch.strided:
             recipe = self._build_recipe(op, args, kwargs, result.numel())
@@ -206,7 +206,9 @@ def _collect_recipes(recipe: Recipe, collected: set[Recipe]) -> set[Recipe]:
 
 
 def _compute_real_operand(operand: Any, computed_tensors: dict[Recipe, Any]) -> Any:
-    """Return an operand in which each recipe is replaced by the real tensor that it computes."""
+    """Return an operand with real tensors instead of recipes. Each recipe is replaced by the tensor that it
+    computes.
+    """
     if isinstance(operand, list):
         return [_compute_real_operand(each, computed_tensors) for each in operand]
     if not isinstance(operand, Recipe):

@@ -44,7 +44,7 @@ NO_SUM = (
 def run_task_trial(
     settings: Settings, shape: Sequence[int], classes: int, has_values: bool
 ) -> tuple[Task, LossKind]:
-    """Return a cell's task and the kind of its loss; a user's own task is tried first.
+    """Return a cell's task and the kind of its loss. A user's own task is tried first.
 
     Cells do this before they train, and so does `stratbench check`. The trial
     takes `TRIED_POSITIONS` positions of a text, or all if the task does not take fewer.
@@ -75,7 +75,7 @@ def run_task_trial(
 
 
 def _accepts_fake_tensors(task: Task, classes: int, target_shape: Sequence[int]) -> bool:
-    """Return whether a task's loss and score run on fake tensors with targets of a given shape."""
+    """Return whether a task's loss and score run on fake tensors. The targets have the given shape."""
     import torch
 
     from stratbench.workload.known_values import KnownValueFakeMode
@@ -146,7 +146,7 @@ def check_task_outputs(
 def _compute_loss(
     task: Task, own_task: OwnTask, outputs: Tensor, targets: Tensor, shapes_text: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Call a task's method `loss`, and return the loss and its weight, or None without a weight.
+    """Call a task's method `loss`. Return the loss and its weight, or the loss and None if it has no weight.
 
     Args:
         task: The task.
@@ -188,7 +188,7 @@ def _compute_loss(
 def _determine_loss_kind(
     task: Task, own_task: OwnTask, classes: int, target_shape: Sequence[int]
 ) -> LossKind:
-    """Return the kind of a task's loss, found by comparing a batch's loss with those of its halves."""
+    """Return the kind of a task's loss. It is found by comparing the losses of a batch and its halves."""
     import torch
 
     draw = torch.Generator().manual_seed(0)

@@ -69,7 +69,8 @@ class Task:
     def loss(
         self, outputs: Tensor, targets: Tensor
     ) -> Tensor | tuple[Tensor, Tensor | int | float]:
-        """Return the mean loss of a batch, or the sum of its losses and a weight to divide the sum by.
+        """Return the mean loss of a batch, or a sum of losses and a weight. The sum is later divided by the
+        weight.
 
         All are scalars. A sum is divided by the weight of the whole global batch, such as its number of
         counted targets. The loss then does not depend on how the batch is divided.
@@ -151,7 +152,9 @@ class MaskedToken(NextToken):
     loss_kind = LossKind(weighs=True)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the masked tokens' cross-entropies in nats, and the number of masked tokens."""
+        """Return the sum of the masked tokens' cross-entropies in nats, and a weight. The weight is the
+        number of masked tokens.
+        """
         from torch.nn.functional import cross_entropy
 
         pairs = outputs.flatten(0, -2), targets.flatten()
@@ -262,7 +265,7 @@ def has_value_targets(task: Task) -> bool:
 
 
 def describe_unsuitable_targets(are_values: bool) -> str:
-    """Return a message, with the remedy, on a task that does not suit the data set's targets.
+    """Return a message on a task that does not suit the data set's targets. The message has the remedy.
 
     Args:
         are_values: Whether the targets are values instead of class numbers.
@@ -307,7 +310,7 @@ def compute_output_shape(task: Task, target_shape: Sequence[int], classes: int) 
 
 
 def create_own_task(call: str) -> Task:
-    """Create a user's own task, and check that it has the attributes and methods of a task.
+    """Create a user's own task. Check that it has the attributes and methods of a task.
 
     Raises:
         ModelError: If the task lacks an attribute or method that a task must have.
@@ -386,7 +389,8 @@ def describe_task(
 def compute_loss_and_weight(
     task: Task, outputs: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the mean loss of a batch and None, or the sum of its losses and the weight (float64).
+    """Return the loss of a batch and its weight. Without a weight, they are the mean loss and None. With a
+    weight, they are the sum of the losses and the weight in float64.
 
     Args:
         task: The task.

@@ -65,7 +65,7 @@ PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 
 def get_storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a unique key of a tensor's storage, also of a fake storage, which has no address."""
+    """Return a unique key of a tensor's storage. A fake storage has no address, but it also has a key."""
     return storage._cdata
 
 
@@ -296,7 +296,7 @@ def register_compilation_callbacks(
 
 
 def resolve_process_group(argument: Any) -> dist.ProcessGroup | None:
-    """Return the process group that an operator's argument is or names, or None for other arguments."""
+    """Return the process group that an operator's argument is or names. None for other arguments."""
     # An argument that is a text or a ScriptObject may also be something other than a process group.
     try:
         if isinstance(argument, torch.ScriptObject):

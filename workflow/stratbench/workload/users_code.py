@@ -54,14 +54,14 @@ class UserCallable(Protocol):
 
 
 def invalid_call_reason(call: str) -> str | None:
-    """Return why the text of a call, such as `module:name`, is invalid, or None if it is valid."""
+    """Return why the text of a call, such as `module:name`, is invalid. None if it is valid."""
     if _CALL.fullmatch(call):
         return None
     return "is not a module and a name within it; write my_net.MyNet or my_net:MyNet"
 
 
 def get_top_level_module(call: str) -> str:
-    """Return the name of the top-level module or package in a call, such as `my_net` in `my_net:MyNet`."""
+    """Return the top-level module or package in a call. For `my_net:MyNet`, it is `my_net`."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
 
@@ -71,7 +71,7 @@ def list_code_folders() -> list[Path]:
 
 
 def find_source_files(call: str, code_folders: Iterable[Path]) -> dict[str, Path]:
-    """Return the files of the module or package that a call names, and of what these files import.
+    """Return the files of a called module or package. Files that these import are included.
 
     Only files in the user's folders count.
 
@@ -109,7 +109,7 @@ def _list_module_files(
 
 
 def _list_imports(path: Path) -> list[str]:
-    """Return the top-level modules that a Python file imports, or none if its syntax is invalid."""
+    """Return the top-level modules that a Python file imports. The list is empty if its syntax is invalid."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
@@ -126,7 +126,8 @@ def _list_imports(path: Path) -> list[str]:
 def compute_code_fingerprint(
     call: str, code_folders: Iterable[Path], packages: Iterable[str] = ()
 ) -> dict[str, str | None]:
-    """Return what identifies the code of a call: the `sha256` of its files, and a `version`.
+    """Return the `sha256` and the `version` that identify the code of a call. `sha256` is the hash of the
+    user's files.
 
     The version is that of the called package, or of all packages that the files import, such as `peft 0.21.2,
     transformers 5.24.0`.
@@ -160,7 +161,7 @@ def hash_named_files(files: Mapping[str, Path]) -> str:
 
 
 def unimportable_code_reason(call: str, code_folders: Iterable[Path]) -> str | None:
-    """Return why a call cannot be imported, judged by its files alone, or None if it can.
+    """Return why a call cannot be imported, according to its files alone. None if it can.
 
     A package with several files is only located.
 
@@ -196,7 +197,7 @@ def unimportable_code_reason(call: str, code_folders: Iterable[Path]) -> str | N
 
 
 def shadowed_module_reason(call: str, code_folders: Iterable[Path]) -> str | None:
-    """Return a message if a file of the user's code hides an installed module of the same name.
+    """Return a message if a file of the user's code hides an installed module. Both have the same name.
 
     The result is None if no file does so.
     """
@@ -218,7 +219,7 @@ def _is_installed_module(name: str) -> bool:
 
 
 def _list_names_in_module(module_tree: ast.Module) -> set[str]:
-    """Return all names that a file defines, imports or uses, and `*` for a star import."""
+    """Return all names that a file defines, imports or uses. A star import adds `*`."""
     names = set()
     for node in ast.walk(module_tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -243,7 +244,8 @@ def _find_package_version(package_name: str) -> str | None:
 
 
 def check_user_code_unchanged(label: str, spec: Mapping[str, Any]) -> None:
-    """Raise ModelError if the files of a user's code have changed since the run was started.
+    """Raise ModelError if a user's code has changed since the run was started. This compares the hash of its
+    files.
 
     Args:
         label: Name of the model or task in messages.
@@ -311,7 +313,7 @@ def _import_user_module(user_callable: UserCallable, module_name: str) -> Module
 
 
 def different_group_calls_reason(model: str, strategy: str, step_name: str) -> str:
-    """Return the message that the workers called different shard groups of a model in one step.
+    """Return the message that workers called different shard groups of a model in one step.
 
     Args:
         model: Name of the model.
@@ -326,14 +328,14 @@ def different_group_calls_reason(model: str, strategy: str, step_name: str) -> s
 
 
 def format_user_error(e: BaseException) -> str:
-    """Return an exception as one line of text, with the file and line of the user's code."""
+    """Return an exception as one line of text. It names the file and line of the user's code."""
     lines = str(e).strip().splitlines()
     text = f"{type(e).__name__}: {lines[0]}" if lines else type(e).__name__
     return text + _format_user_code_place(e)
 
 
 def _format_user_code_place(e: BaseException) -> str:
-    """Return the file and line of the user's code that an exception comes from, as text.
+    """Return text with the file and line of the user's code that raised an exception.
 
     If no line of the user's code is in the traceback, it is a line of an installed package other than
     PyTorch.

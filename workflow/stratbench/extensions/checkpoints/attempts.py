@@ -115,7 +115,7 @@ def _read_resumable_attempts(path: Path, common_values: dict[str, Any]) -> list[
 def _record_attempt_end(
     attempt: dict[str, Any], job: Job, ended_unix_s: float, now_unix_s: float
 ) -> None:
-    """Add the duration and the lost time to the entry of an ended attempt, in place.
+    """Add the duration and the lost time in seconds to an attempt's entry, in place. The attempt has ended.
 
     The entry also gets `next_step`, the step after which the next attempt resumes.
 

@@ -180,7 +180,7 @@ def _read_texts_by_label(
 def read_table_columns(
     dataset_name: str, path: Path, columns: Sequence[str]
 ) -> list[tuple[str, ...]]:
-    """Return each row of a table file as a tuple of the values in the given columns.
+    """Return the values in the given columns of a table file. Each row is a tuple.
 
     The file is CSV with a header, or JSON Lines.
 

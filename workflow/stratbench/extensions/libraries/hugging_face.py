@@ -148,7 +148,9 @@ def _get_number_of_labels(
 
 
 def _check_config_suits_data_kind(config_class: type[PreTrainedConfig], data_kind: str) -> None:
-    """Raise Unsuitable if the data are texts or images, but the model's config is not for these."""
+    """Raise Unsuitable if the model's config lacks the key for the data. Texts need `vocab_size`, and
+    images need `image_size`.
+    """
     for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
         if data_kind == wanted and not hasattr(config_class, key):
             raise Unsuitable(

@@ -23,7 +23,7 @@ def missing_package_reason(package: str) -> str:
 
 
 def format_name_suggestion(name: str, known_names: Iterable[str]) -> str:
-    """Return "; did you mean 'NAME'?" for a wrong name, or "" without a similar known name.
+    """Return "; did you mean 'NAME'?" for a wrong name. Return "" if no known name is similar.
 
     The suggestion is the shortest known name that contains all words of `name`, or else the most similar one.
     """

@@ -48,7 +48,7 @@ class Transformers(Library):
     built_by: ClassVar[str | None] = BUILDER
 
     def make_call(self, model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
-        """Return the call that builds a model, as a dict with its class, config and arguments."""
+        """Return the call that builds a model. It is a dict with the class, its config and its arguments."""
         named, arguments = model_entry["transformers"], dict(model_entry.get("arguments", {}))
         name, config = _find_class_name_and_config(named)
         kwargs: dict[str, Any] = {"config": config} if config else {}
@@ -115,12 +115,12 @@ class Transformers(Library):
         )
 
     def list_head_tasks(self, call: str) -> tuple[str, ...]:
-        """Return the tasks that the model class of a call is for, judged by the class name."""
+        """Return the tasks that a called model class is for, according to the class name."""
         name = _get_called_class_name(call) or ""
         return next((learns for part, learns in HEADS.items() if part in name), ())
 
     def get_entry_task(self, model_entry: Mapping[str, Any]) -> str | None:
-        """Return the task that the model class of an entry of `models` is for, or None if unknown."""
+        """Return the task that the model class of a `models` entry is for. None if unknown."""
         if "transformers" not in model_entry:
             return None
         name, _ = _find_class_name_and_config(model_entry["transformers"])
@@ -133,7 +133,7 @@ class Transformers(Library):
         return "audio-classification" if takes_sound else "text-classification"
 
     def get_entry_vocabulary(self, model_entry: Mapping[str, Any]) -> int | None:
-        """Return the vocabulary size in an entry's arguments or config, or None if neither has it."""
+        """Return the vocabulary size in an entry's arguments or config. None if neither has it."""
         if "transformers" not in model_entry:
             return None
         _, config = _find_class_name_and_config(model_entry["transformers"])

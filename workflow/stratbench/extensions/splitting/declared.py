@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _get_splitting_declaration(network: str | Model, key: str, built_model: nn.Module) -> Any:
-    """Return what a model declares under a key, such as `tensor_plan`, or None without a declaration.
+    """Return the value that a model declares under a key, such as `tensor_plan`. None without a declaration.
 
     A user may declare it as `module:NAME`: the name of the value, or of a function of the model that returns
     it.
@@ -58,7 +58,7 @@ def get_tensor_plan(network: str | Model, model: nn.Module) -> dict[str, str]:
 def get_number_of_attention_heads(
     network: str | Model, built_model: nn.Module | None = None
 ) -> int:
-    """Return the number of attention heads of a model that workers divide, or 0 without attention.
+    """Return the number of a model's attention heads that workers divide. 0 without attention.
 
     Args:
         network: Name or description of the model.

@@ -31,7 +31,7 @@ class Piece:
     used_paths: tuple[str, ...]
 
     def iter_used_parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the model that the piece uses; a parameter used twice comes twice."""
+        """Yield the parameters of the model that the piece uses. A parameter used twice comes twice."""
         for path in self.used_paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)

@@ -138,7 +138,7 @@ def balance_stages(units: Sequence[MeasuredUnit], pending_microbatches: Sequence
 def _minimize_largest_stage_cost(
     compute_cost: Callable[[int, int, int], float], num_units: int, num_stages: int
 ) -> tuple[float, tuple[int, ...]]:
-    """Divide units into stages such that the largest cost of a stage is as small as possible.
+    """Divide units into stages so that the largest stage cost is as small as possible.
 
     The result is this cost, and the index after the last unit of each stage.
 

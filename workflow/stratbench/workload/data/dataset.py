@@ -66,7 +66,7 @@ class Dataset:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes per stored value of an image or waveform, or per stored token of a text.
+        """Bytes per stored image value, waveform value or text token.
 
         Tokens are stored in one byte if the vocabulary allows it.
         """

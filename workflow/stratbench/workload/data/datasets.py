@@ -40,7 +40,7 @@ def describe_data_set(
     spec: Mapping[str, Any] | None = None,
     prepared: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """Return the metadata of a built-in data set, or of a data set that the config specifies.
+    """Return the metadata of a data set. It is built in, or the config specifies it.
 
     Args:
         name: Name of the data set.
@@ -70,7 +70,7 @@ def describe_data_set(
 def compute_data_identity(
     name: str, spec: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Return what determines the samples of a built-in data set: its source and all its values.
+    """Return the source and all values that determine the samples of a built-in data set.
 
     The result is None if the name of the data set determines its samples. The identity becomes `data_spec` in
     the settings of a cell. File paths are not part of the identity, since files are only read with their

@@ -128,7 +128,7 @@ def enlarge_images(images: torch.Tensor, height: int, width: int) -> torch.Tenso
 
 
 def choose_evaluation_batch_size(shape: Sequence[int]) -> int:
-    """Return the number of samples per batch of the evaluation, for samples of a given shape."""
+    """Return the number of samples per batch of the evaluation. It depends on the sample shape."""
     if len(shape) == 1:
         return max(1, EVAL_TOKENS // shape[0])
     return EVAL_IMAGES if len(shape) == 3 else EVAL_WAVEFORMS
@@ -457,7 +457,7 @@ class Images(DeviceData):
     def _crop_and_flip_images(
         self, images: torch.Tensor, top: torch.Tensor, left: torch.Tensor, flip: torch.Tensor
     ) -> torch.Tensor:
-        """Crop each zero-padded image at its own offset, and mirror each image whose `flip` is 1."""
+        """Crop each zero-padded image at its own offset. Mirror each image whose `flip` is 1."""
         import torch.nn.functional as functional
 
         batch, channels, height, width = images.shape

@@ -121,7 +121,7 @@ class MarkovChain:
         self._up_to = self.odds.cumsum(axis=1)
 
     def compute_entropy_rate(self) -> float:
-        """Return the entropy of a token given the previous one, in nats per token (Shannon, 1948)."""
+        """Return the entropy of a token given the previous token. The unit is nats (Shannon, 1948)."""
         return float(self.share @ _compute_row_entropies(self.odds))
 
     def draw_texts(self, rng: np.random.Generator, num_texts: int, length: int) -> np.ndarray:
@@ -145,7 +145,7 @@ class MarkovChain:
 
 
 def _compute_row_entropies(probabilities: np.ndarray) -> np.ndarray:
-    """Return the entropy in nats of each row of a matrix, whose rows are probability distributions."""
+    """Return the entropy in nats of each row of a matrix. Each row is a probability distribution."""
     import numpy as np
 
     return -np.where(
@@ -158,7 +158,7 @@ def make_generated_source(
     generate_chunks: Callable[[int, int], Iterator[InputsAndTargets]],
     min_loss: float,
 ) -> Source:
-    """Return a generated training set and test set, each from its own stream of random numbers."""
+    """Return a generated training set and test set. Each has its own stream of random numbers."""
     train, test = (
         Split(n, generate_chunks(n, stream)) for n, stream in zip(split_sizes, (1, 2), strict=True)
     )

@@ -140,7 +140,7 @@ def _open_image_arrays(label: str, arrays: Mapping[str, np.ndarray]) -> OpenedDa
 
 
 def move_channels_first(images: np.ndarray) -> np.ndarray:
-    """Return images as [N, C, H, W], with the axis of the channels before height and width.
+    """Return images as [N, C, H, W], where C is the number of channels.
 
     The last axis is that of the channels if its length is 1 to 4, and the second axis is longer.
     """
@@ -177,7 +177,7 @@ def _count_label_classes(data_label: str, train_labels: np.ndarray, test_labels:
 
 
 def _flatten_value_targets(label: str, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return real-valued targets of training and test set as [N, values], by name of the set."""
+    """Return the real-valued targets of each set as [N, values]. The keys are `train` and `test`."""
     import numpy as np
 
     flat = {}
@@ -243,7 +243,7 @@ def _open_token_arrays(
 
 
 def _find_extreme_token(tokens: np.ndarray, min_or_max: Callable[[Any], Any]) -> Any:
-    """Return the smallest or the largest token of an array that may be mapped from a file.
+    """Return the smallest or the largest token of an array. The array may be mapped from a file.
 
     Args:
         tokens: The tokens, which are read in parts.

@@ -90,7 +90,8 @@ class OwnData:
     def compute_data_set_identity(
         self, code_folders: Iterable[Path] = (), hash_cache: Path | None = None
     ) -> dict[str, Any]:
-        """Return what determines the samples: the config keys, and a hash of the files or the code.
+        """Return the config keys and hash that determine the samples. The hash is that of the files or the
+        code.
 
         Args:
             code_folders: Folders of the user's code.
@@ -227,7 +228,7 @@ def _list_paths(paths: str | list[str]) -> list[str]:
 
 
 def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the paths of the files of all data sets in the config, as JSON for jobs."""
+    """Return the file paths of all data sets in the config. They are JSON text, which jobs read."""
     locations = {}
     for name, spec in datasets.items():
         places = {
@@ -254,7 +255,7 @@ def read_own_data_specification_in_job(name: str, spec: Mapping[str, Any]) -> Ow
 
 
 def read_prepared_metadata(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the metadata of a prepared data set, or None if the folder has other or no data.
+    """Return the metadata of a prepared data set. None if the folder has no data or other data.
 
     Args:
         folder: Folder of the prepared data set.

@@ -251,7 +251,7 @@ def read_image_folder(
 
 
 def invalid_channels_reason(values: Mapping[str, Any]) -> str | None:
-    """Return why the value of the key `channels` is invalid, or None if it is valid."""
+    """Return why the value of the key `channels` is invalid. None if it is valid."""
     if values["channels"] in (1, 3):
         return None
     return f"channels = {values['channels']}: images become grey (1) or RGB (3)"
@@ -342,7 +342,7 @@ def read_tokens_and_vocabulary_size(
 def split_text_into_train_and_test(
     dataset_name: str, tokens: np.ndarray, vocabulary: int, sequence: int, test_share: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the training part and the test part of a text; the test part is its end.
+    """Return the training part and the test part of a text. The test part is the end of the text.
 
     Args:
         dataset_name: Name of the data set.

@@ -149,7 +149,7 @@ class HostRows:
     def _gather_batch_rows(
         self, buffers: _BatchBuffers, arrays: Sequence[torch.Tensor], indices: torch.Tensor
     ) -> None:
-        """Copy the samples of a batch into its host buffers, and start the copy to the device."""
+        """Copy the samples of a batch into its host buffers. Then start the copy to the device."""
         import torch
 
         if buffers.copied is not None:

@@ -29,7 +29,7 @@ def prepare_data_set(
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write the arrays and metadata of a data set to a folder, and return the metadata.
+    """Write the arrays and metadata of a data set to a folder. Return the metadata.
 
     If the folder already has this data set intact, it stays. The folder is either complete or missing, and
     concurrent calls do not disturb each other.
@@ -70,7 +70,7 @@ def prepare_data_set(
 def _prepare_own_data_set(
     own_data_set: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the arrays and metadata of a user's data set to a folder, and return the metadata.
+    """Write the arrays and metadata of a user's data set to a folder. Return the metadata.
 
     Raises:
         DataError: If the data or code have changed since `spec` was made.

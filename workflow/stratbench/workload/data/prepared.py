@@ -54,7 +54,7 @@ def format_meta_file_name(identity: Mapping[str, Any] | None) -> str:
 def write_data_set(
     folder: Path, requested_metadata: Mapping[str, Any], source: Source, dataset: Dataset
 ) -> dict:
-    """Write the arrays and the metadata of a data set to a folder, and return the metadata.
+    """Write the arrays and metadata of a data set to a folder. Return the metadata.
 
     The metadata are `requested_metadata`, the numbers of samples, the source files, and the arrays' SHA-256,
     size in bytes and modification time. For images and waveforms they include the mean and standard deviation
@@ -187,7 +187,7 @@ class _FloatMoments:
 
 
 def _get_file_size_and_time(folder: Path, array_name: str) -> list[int]:
-    """Return the size of an array's file in bytes, and the file's modification time in ns.
+    """Return the size in bytes and the modification time in ns of an array's file.
 
     Raises:
         DataError: If it is not a regular file.
@@ -214,7 +214,7 @@ def _hash_arrays(folder: Path) -> str:
 def read_metadata_if_intact(
     folder: Path, requested_metadata: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the metadata of a prepared data set, or None if it is damaged or not the requested one."""
+    """Return the metadata of a prepared data set. None if it is damaged or not the requested one."""
     try:
         meta = _read_metadata_file(folder)
         same = all(meta[key] == value for key, value in requested_metadata.items())

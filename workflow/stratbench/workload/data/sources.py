@@ -273,7 +273,7 @@ def _parse_idx_array(content: bytes, file_name: str) -> np.ndarray:
 
 
 def load_cifar10(root: Path | None, download_folder: Path | None) -> Source:
-    """Return CIFAR-10 from the batch files or the archive in a folder, or else download it.
+    """Return CIFAR-10 from its batch files or archive in a folder, or else download it.
 
     Args:
         root: Folder with the batch files or the archive, if any.

@@ -111,7 +111,7 @@ def _make_selective_contexts() -> tuple[AbstractContextManager, AbstractContextM
 
 
 def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
-    """Return a function that decides for each operator of a block whether its result is stored.
+    """Return a function that decides which operator results of a block are stored.
 
     Results of attention and of every second matrix product are stored.
     """

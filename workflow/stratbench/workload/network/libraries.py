@@ -50,7 +50,7 @@ class Library:
         )
 
     def invalid_call_reason(self, model_entry: Mapping[str, Any]) -> str | None:
-        """Return why a call cannot build a model, judged by the package's files, or None if it can."""
+        """Return why a call cannot build a model, according to the package's files. None if it can."""
         return None
 
     def list_further_packages(self, model_entry: Mapping[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ class Library:
         return ()
 
     def get_entry_task(self, model_entry: Mapping[str, Any]) -> str | None:
-        """Return the name of the task that the model of an entry is for, or None if unknown.
+        """Return the name of the task that an entry's model is for. None if unknown.
 
         Raises:
             ValueError: The entry is invalid, as `.key = value: reason`.
@@ -74,7 +74,7 @@ class Library:
         return None
 
     def find_builder(self, called_object: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that builds a model, given the class or function that a call names."""
+        """Return the function that builds a model. It follows from the called class or function."""
         return called_object
 
     def list_data_arguments(
@@ -90,7 +90,7 @@ class Library:
 
 
 def find_library_of_call(call: str) -> Library:
-    """Return the interface to the library that a call names, or the base class for other packages."""
+    """Return the interface to the library that a call names. For other packages, this is the base class."""
     package = get_top_level_module(call)
     names = (e.libraries[package] for e in load_extensions().values() if package in e.libraries)
     return import_attribute(next(names, f"{__name__}:Library"))()
@@ -141,5 +141,5 @@ def convert_entry_to_call(model_entry: Mapping[str, Any], hash_cache: Path) -> d
 
 
 def raise_unbuildable_model() -> None:
-    """Raise Unsuitable, because stratbench cannot build a model of which the config has only the name."""
+    """Raise Unsuitable, because stratbench cannot build the model. The config has only the model's name."""
     raise Unsuitable(BUILT_BY_COMMAND)

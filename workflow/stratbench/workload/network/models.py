@@ -40,12 +40,12 @@ def _get_model_name(model_or_name: str | Model) -> str:
 
 
 def get_model(settings: Settings) -> str | Model:
-    """Return the model of a cell: the name of a built-in model, or the metadata of a user's model."""
+    """Return the model of a cell. It is the name of a built-in model, or the metadata of a user's model."""
     return make_model_metadata(settings.model, settings.own_model)
 
 
 def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Model:
-    """Return the name of a built-in model, or the metadata of a model that a user specifies.
+    """Return a built-in model's name, or the metadata of a model that a user specifies.
 
     Args:
         name: Name of the model.
@@ -83,7 +83,7 @@ def get_model_specification(name: str, entries: Mapping[str, Any]) -> dict[str, 
 
 
 def check_model_takes_sample_kind(model_or_name: str | Model, sample_kind: str) -> None:
-    """Raise ValueError if a model does not take samples of the given kind, such as `texts`."""
+    """Raise ValueError if a model does not take samples of a kind, such as `texts`."""
     reads_text = get_model_metadata(model_or_name).reads_text
     reads = "texts" if reads_text else "images"
     if reads_text is not None and reads != sample_kind:
@@ -287,7 +287,7 @@ def run_model_trial(
     task: Task,
     dtype: torch.dtype,
 ) -> Trial:
-    """Run trial steps of a model with two samples, and return the properties that they show.
+    """Run trial steps of a model with two samples. Return the properties that the model shows in them.
 
     The model's state does not change.
 
@@ -387,7 +387,7 @@ def replace_model_tensors(model: nn.Module, replacement: Callable[[Tensor], Tens
 
 
 def list_shard_groups(model_or_name: str | Model, model: nn.Module) -> ShardGroups:
-    """Return a model's shard groups in the order of forward, each with a label and its modules.
+    """Return a model's shard groups in the order of forward. Each has a label and its modules.
 
     `sharding` defines the groups of a user's model. Other models have the blocks of their family. In VGG, the
     convolutions between two poolings are a group, and so is each linear layer. Modules in no group (stem,
@@ -442,7 +442,7 @@ def _group_vgg_layers(model: nn.Module) -> ShardGroups:
 def describe_own_model_for_record(
     model: Model, built_model: nn.Module, classes: int, shape: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Return a record's entry on a user's model: call arguments and rule of its shard groups.
+    """Return a record's entry on a user's model. It has the call arguments and the rule of the shard groups.
 
     Args:
         model: The model.

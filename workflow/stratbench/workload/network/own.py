@@ -94,7 +94,7 @@ def list_torchvision_names() -> frozenset[str]:
 def collect_data_values(
     classes: int, shape: Sequence[int], vocabulary: int | None = None
 ) -> dict[str, Any]:
-    """Return values that follow from a data set, such as the number of classes, by role.
+    """Return values of a data set by role. For example, the role `classes` has the number of classes.
 
     Args:
         classes: Number of classes, or of different tokens of texts without labels.
@@ -111,7 +111,8 @@ def collect_data_values(
 
 
 def insert_data_values(argument: Any, data_values: Mapping[str, Any]) -> Any:
-    """Return an argument in which each text `$ROLE` is replaced by the value of the data set.
+    """Return an argument with values of the data set. Each text `$ROLE` is replaced by the value of this
+    role.
 
     Raises:
         ValueError: If the data set has no value for a role in the argument.

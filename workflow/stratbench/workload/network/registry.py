@@ -61,7 +61,7 @@ class Model:
 
     @property
     def batchnorm(self) -> bool | None:
-        """Whether the model has BatchNorm, or None if this is unknown before the model is built."""
+        """Whether the model has BatchNorm. None if this is unknown before the model is built."""
         return FAMILIES[self.family].batchnorm
 
     @property

@@ -115,7 +115,9 @@ class Trial:
 
     @property
     def names_skipped_in_some_steps(self) -> tuple[str, ...]:
-        """Names of parameters without a gradient in some steps, and of modules that forward may skip."""
+        """Names of parameters and modules that some steps may skip. In such a step, the parameter
+        has no gradient, or forward does not call the module.
+        """
         return (
             self.parameters_without_gradient
             + self.randomly_called_modules
@@ -133,7 +135,7 @@ class Trial:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Trial:
-        """Return the trial whose fields were converted to a dict, and perhaps to JSON and back."""
+        """Return the trial with the fields of a dict. The dict may have been converted to JSON and back."""
         each = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
         return cls(
             **each
@@ -433,7 +435,7 @@ def find_randomly_called_modules(
 
 @contextmanager
 def _record_called_modules(model: nn.Module) -> Iterator[set[str]]:
-    """Collect the names of the modules that are called within the block, in the yielded set."""
+    """Collect the names of modules that are called within the block. The yielded set gets these names."""
     called: set[str] = set()
     handles = [
         module.register_forward_pre_hook(lambda _m, _x, name=name: called.add(name))
@@ -457,7 +459,9 @@ def _find_names_not_in_all_sets(name_sets: Sequence[set[str]]) -> tuple[str, ...
 
 @contextmanager
 def _replace_parameters_by_copies(model: nn.Module) -> Iterator[None]:
-    """Replace each parameter of a model, until the block ends, by another object in the same memory."""
+    """Replace each parameter of a model until the block ends. The replacement is another object in the same
+    memory.
+    """
     originals = [
         (module, key, p)
         for module in model.modules()
@@ -631,7 +635,7 @@ class _Gathering(TorchFunctionMode):
 
     @property
     def indices_of_groups_with_written_views(self) -> list[int]:
-        """Indices of the shard groups that returned a view of a tensor that was changed afterwards."""
+        """Indices of shard groups that returned a view of a tensor. The tensor was changed afterwards."""
         changed = (i for i, view, version in self._views if get_write_count(view) != version)
         return list(dict.fromkeys(changed))
 
