@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line, with the subcommands of the core and of extensions."""
+    """Return the parser of the command line. It has the subcommands of the core and of extensions."""
     whole = argparse.ArgumentParser(
         prog="stratbench",
         description=DESCRIPTION,

@@ -72,7 +72,7 @@ class Report:
         self._write_event("resume")
 
     def score(self, value: Any = None, test_loss: Any = None, error: Any = None) -> None:
-        """Report the score of an evaluation, in the unit of the task, and continue the clock.
+        """Report the score of an evaluation in the task's unit. Continue the clock.
 
         Args:
             value: The score.

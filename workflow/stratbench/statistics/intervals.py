@@ -64,7 +64,7 @@ class MedianAndSpread(NamedTuple):
 
 
 def compute_median_and_spread(values: Sequence[float]) -> MedianAndSpread:
-    """Return the median of values, the low and high end of their spread, and its kind.
+    """Return the median of values, both ends of their spread, and its kind.
 
     The kind is `quartiles` (first and third, with linear interpolation), or `range` (minimum and maximum)
     for fewer than QUARTILES_FROM values.

@@ -20,10 +20,10 @@ def compute_geometric_mean(times: Sequence[float]) -> float:
 
 
 def compute_time_ratio(new_times: Sequence[float], old_times: Sequence[float]) -> IntervalEstimate:
-    """Return the ratio of the geometric means of times, with its 95 % interval (Welch 1947).
+    """Return the ratio of the geometric means of times.
 
-    All values must be above 0. There is no interval if either side has fewer than two repeats, or if both
-    have no variance.
+    It has a 95 % interval (Welch 1947). All values must be above 0. There is no interval if
+    either side has fewer than two repeats, or if both have no variance.
     """
     logs = np.log(np.asarray(new_times, dtype=float)), np.log(np.asarray(old_times, dtype=float))
     return estimate_difference_of_means(*logs).map_value_and_ends(math.exp)

@@ -243,7 +243,7 @@ def exclude_by_memory_limit(candidate: Candidate, limit_bytes: float, memory_mar
 
 
 def format_amount_and_limit(amount: float, limit: float, unit: str, reserve_text: str = "") -> str:
-    """Return an amount and its exceeded limit as text: `12 s, over the limit of 10 s`.
+    """Return an amount and its exceeded limit as text. Example: `12 s, over the limit of 10 s`.
 
     The texts have enough digits to differ.
 

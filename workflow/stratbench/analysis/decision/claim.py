@@ -138,7 +138,10 @@ def compute_claim(
 
 
 def describe_ratio_to_choice(comparison: ComparisonWithChoice, rival: str = "the next") -> str:
-    """Return how much worse an alternative is than the choice: `the next takes 9 % longer`."""
+    """Return a text on how much worse an alternative is than the choice.
+
+    Example: `the next takes 9 % longer`.
+    """
     ratio, by_cost = comparison.ratio.value, comparison.alternative.is_ranked_by_cost
     if ratio >= 2:
         many = f"{ratio:.1f} times as"

@@ -124,7 +124,10 @@ def compute_confidence(
 
 
 def is_ranking_clear_on_one_host(ranking: Ranking, hosts: set[str]) -> bool:
-    """Return whether all repeats ran on one host, with each alternative at least 10 % slower."""
+    """Return whether all repeats ran on one host and every alternative is clearly slower.
+
+    An alternative is clearly slower if the interval of its ratio to the choice is above 1 + ROUGH.
+    """
     lows = [c.ratio.low for c in ranking.comparisons]
     return (
         len(hosts) == 1 and bool(lows) and all(low is not None and low > 1 + ROUGH for low in lows)
@@ -173,7 +176,10 @@ def describe_doubt_from_repeats(
 
 
 def iter_caveat_phrases(ranking: Ranking) -> Iterator[str]:
-    """Yield in a few words the caveats on the choice, and on alternatives that the reason names."""
+    """Yield short texts with the choice's caveats and with caveats of alternatives.
+
+    Alternatives are included if the decision's reason names them.
+    """
     first = ranking.chosen_candidate
     if first.caveats:
         yield f"{get_caveat_prefix(first.caveats[0])}{format_names(first.caveats, 1)}"
@@ -184,12 +190,12 @@ def iter_caveat_phrases(ranking: Ranking) -> Iterator[str]:
 
 
 def get_caveat_prefix(caveat: str) -> str:
-    """Return `doubted by the audit: ` for a caveat that is a rule's name, else an empty text."""
+    """Return `doubted by the audit: ` if a caveat is a rule's name. Empty otherwise."""
     return "" if " " in caveat else "doubted by the audit: "
 
 
 def iter_caveat_sentences(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence with the caveats on the choice, and one per alternative with other caveats."""
+    """Yield a sentence with the caveats on the choice. Then yield one per alternative with other caveats."""
     if ranking.chosen_candidate.caveats:
         yield f"Caveats on the choice: {', '.join(ranking.chosen_candidate.caveats)}."
     for alternative, caveats in iter_alternative_caveats(ranking):
@@ -239,7 +245,10 @@ def is_confirmed_by_verdict(ranking: Ranking) -> bool:
 
 
 def compute_highest_level_and_reason(ranking: Ranking) -> tuple[int, str]:
-    """Return the highest confidence that the repeats allow, as an index into LEVELS, with a sentence."""
+    """Return the highest confidence level that the repeats allow, and a sentence with the reason.
+
+    The level is an index into LEVELS.
+    """
     first, repeats = ranking.chosen_candidate, ranking.min_compared_repeats
     if first.has_projected_time:
         return (

@@ -45,7 +45,7 @@ class Constraints:
         return cls(**json.loads(constraints_json))
 
     def find_score_tolerance(self, score: Score) -> float:
-        """Return by how much a score may be worse than the best one, in the shown unit."""
+        """Return the tolerated distance of a score from the best score, in the shown unit."""
         return self.score_tolerance.get(score.name, score.tolerance)
 
     @property

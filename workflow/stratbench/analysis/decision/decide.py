@@ -301,7 +301,7 @@ def format_decision_title(decision: Decision) -> str:
 
 
 def list_named_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
-    """Return each short answer with a name: the model, with its experiment if this is ambiguous."""
+    """Return each short answer with its model's name. An ambiguous name also has the experiment."""
     models = [d.model for d in decisions]
     return [
         (f"{d.model} in {d.experiment}" if models.count(d.model) > 1 else d.model, d.short_answer)

@@ -24,7 +24,7 @@ MAX_OF_A_REASON = 120
 
 
 def format_candidate_on_workers(candidate: Candidate, worker_noun: str) -> str:
-    """Return a candidate as text, with a given noun for its workers: `ddp on 4 GPUs`."""
+    """Return a candidate as text with a given noun for workers. Example: `ddp on 4 GPUs`."""
     return f"{candidate.strategy} on {format_count(candidate.gpus, worker_noun)}"
 
 
@@ -347,7 +347,7 @@ def iter_changes_by_constraint(
 
 
 def iter_changes_by_slow_worker(ranking: Ranking) -> Iterator[str]:
-    """Yield a sentence on how slow one worker must be for an asynchronous strategy to win.
+    """Yield a sentence on the slowdown of one worker above which an asynchronous strategy wins.
 
     If one of N workers is f times slower, a strategy that waits takes f times as long. A strategy that does
     not wait takes N / (N - 1 + 1/f) times as long. Both are equal at f = (N r - 1) / (N - 1), where r is the
@@ -371,7 +371,7 @@ def iter_changes_by_slow_worker(ranking: Ranking) -> Iterator[str]:
 def iter_excluded_strategies(
     candidates: Sequence[Candidate], ranked_strategies: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each strategy that is excluded on every number of workers, with the reasons as text."""
+    """Yield each strategy that is excluded on every number of workers, and the reasons."""
     for name in dict.fromkeys(c.strategy for c in candidates):
         if name not in ranked_strategies:
             line = sorted((c for c in candidates if c.strategy == name), key=lambda c: c.gpus)

@@ -271,7 +271,10 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_low_end_of_time_span(low_s: float, high_s: float) -> str:
-    """Return the low end of a time span as text without a unit, in the unit of the high end."""
+    """Return the low end of a time span without a unit.
+
+    The text is a number in the unit of the high end: hours from HOURS_FROM_S, else seconds.
+    """
     return f"{low_s / 3600:.1f}" if high_s >= HOURS_FROM_S else format_with_thousands_spaces(low_s)
 
 
@@ -285,7 +288,9 @@ def format_with_thousands_spaces(number: float) -> str:
 def format_score_and_note(
     candidates: Sequence[Candidate], choice: Candidate, constraints: Constraints
 ) -> tuple[str, str]:
-    """Return the choice's score as text, and a note on how much worse than the best it may be.
+    """Return the choice's score as text, and a note on its distance from the best.
+
+    The note has the largest distance that is possible.
 
     Args:
         candidates: Candidates.
@@ -317,7 +322,11 @@ def format_score_and_note(
 
 
 def format_memory_note_and_share(choice: Candidate) -> tuple[str, str, float | None]:
-    """Return the choice's peak memory as text, a note, and the peak as a fraction of GPU memory."""
+    """Return the choice's peak memory as text, a note, and the peak's share.
+
+    The share is a fraction of the GPU's memory. It is None for CPU workers and for an unknown memory.
+    It is also None if the audit doubts the peak.
+    """
     if choice.peak_memory_bytes is None:
         return "", "", None
     if choice.has_cpu_workers or choice.memory_finding_rules or not choice.gpu_memory_bytes:
@@ -346,9 +355,9 @@ def describe_runner_up(ranking: Ranking) -> str:
 def describe_alternative_with_least_memory(
     choice: Candidate, alternatives: Sequence[Candidate]
 ) -> str:
-    """Return how much memory the alternative with least memory saves: `fsdp × 2: 40 % less`.
+    """Return a text on the memory that the most frugal alternative saves.
 
-    Empty if no alternative needs clearly less than the choice.
+    Example: `fsdp × 2: 40 % less`. Empty if no alternative needs clearly less than the choice.
     """
     own = choice.audited_peak_memory_bytes
     known = [

@@ -26,7 +26,7 @@ NO_MEASURE = (UNUSABLE, "does not learn")
 
 
 def exclude_by_score_tolerance(candidates: Sequence[Candidate], constraints: Constraints) -> None:
-    """Exclude candidates whose score is worse than tolerated, and bound the score loss of the others.
+    """Exclude candidates whose score is worse than tolerated. Set the maximum score loss of all others.
 
     Scores are compared with the best class of candidates. Candidates with equal arithmetic have the same
     expected score, so candidates with the same global batch form a class with one mean. With BatchNorm, or
@@ -125,9 +125,10 @@ def group_by_training_arithmetic(
 
 
 def compute_score_loss_half_widths(scores: np.ndarray, best_class: np.ndarray) -> np.ndarray:
-    """Return the half-width of an interval (one-sided, 95 %) for each class's distance from the best.
+    """Return the half-width of each class's interval for its score loss against the best class.
 
-    The half-widths of intervals hold simultaneously for all classes, by moderated t on paired differences.
+    The intervals are one-sided with 95 % confidence. They hold simultaneously for all
+    classes, by moderated t on paired differences.
 
     Args:
         scores: Scores in the shown unit, shape [..., classes, repeats], NaN for a missing repeat.

@@ -32,7 +32,7 @@ _LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
 
 
 def create_figure_axes(height_px: float) -> Axes:
-    """Return the axes of a new figure that is WIDTH pixels wide and `height_px` pixels high."""
+    """Return the axes of a new figure. It is WIDTH pixels wide and `height_px` pixels high."""
     return plt.subplots(figsize=(WIDTH / 96, height_px / 96))[1]
 
 

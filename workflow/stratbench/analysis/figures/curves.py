@@ -184,7 +184,7 @@ def compute_x_limits(chart: CurveChart) -> tuple[float, float]:
 
 
 def compute_y_limits(chart: CurveChart) -> tuple[float, float]:
-    """Return the ends of the vertical axis, which begins at 0 or below the lowest point."""
+    """Return the ends of the vertical axis. It begins at 0 or below the lowest point."""
     values = [v for c in chart.curves for v in c.y_values if v == v]
     known = add_clipped_interval_ends(
         values, [v for c in chart.curves for v in (*c.interval_low, *c.interval_high) if v == v]
@@ -239,7 +239,7 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
 
 
 def write_line_names(axes: Axes, names: Sequence[LineName]) -> None:
-    """Write the name of each line next to the line's end, so that names do not overlap."""
+    """Write the name of each line next to the line's end. Names do not overlap."""
     written = [
         draw_text(
             axes,

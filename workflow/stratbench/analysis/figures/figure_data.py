@@ -93,7 +93,7 @@ class FigureData:
         return format_count(count, choose_noun_for_workers(self.cells["device_kind"]))
 
     def iter_dagger_notes(self, flags: Iterable[str]) -> Iterator[str]:
-        """Yield a sentence that explains the dagger (†), if any drawn value has an audit finding."""
+        """Yield a sentence that explains the dagger (†). Nothing if no drawn value has an audit finding."""
         if severities := group_rules_by_severity(flags):
             yield f"{DOUBT}: the audit has a finding on the value ({' or '.join(severities)})."
 

@@ -37,7 +37,10 @@ class Mark:
 
     @property
     def mark_filling(self) -> str:
-        """Filling of the mark if a name or dashes also tell strategies apart: `full`, `open` or `half`."""
+        """Filling of a mark next to a name or dashes: `full`, `open` or `half`.
+
+        Three fillings suffice there, because the name or the dashes also tell strategies apart.
+        """
         return list(FILLS)[self.index % 3]
 
     @property

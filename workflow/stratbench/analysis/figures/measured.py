@@ -93,7 +93,7 @@ def draw_figure_with_strategy_rows(data: FigureData, measure: Measure) -> Captio
 
 
 def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
-    """Return the unit of an axis, and the factor from the metric's unit to this unit."""
+    """Return the unit of an axis. Also return the factor from the metric's unit to this unit."""
     if measure.unit == "s" and values.min() >= HOURS_FROM_S:
         return "h", 1 / 3600
     return measure.unit, 1.0
@@ -117,7 +117,7 @@ def iter_strategy_points(
     unit_factor: float,
     several_counts: bool,
 ) -> Iterator[Point]:
-    """Yield a point for each number of workers on which a strategy has a value, in ascending order."""
+    """Yield a strategy's point for each number of workers with a value. Numbers of workers ascend."""
     known = summary_rows[summary_rows["value"].notna()].sort_values("gpus")
     for gpus, *values in known[["gpus", "value", "low", "high"]].to_numpy(dtype=float):
         value, low, high = (None if v != v else float(v) * unit_factor for v in values)
@@ -128,7 +128,7 @@ def iter_strategy_points(
 def add_model_states_to_points(
     data: FigureData, strategy: str, points: Sequence[Point], unit_factor: float
 ) -> list[Point]:
-    """Return the points of peak memory, to each of which the memory of model states is added."""
+    """Return the points of peak memory, each with the memory of model states added."""
     states = data.select_summary_rows("model_states")
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
     by_count = dict(zip(states["gpus"].astype(str), states["value"] * unit_factor, strict=True))
@@ -147,7 +147,7 @@ def add_model_states_to_points(
 
 
 def shorten_outcome(value_text: str) -> str:
-    """Return the few words on why there is no value, from the text that replaces the value."""
+    """Return a few words on why there is no value. They come from the text that replaces the value."""
     return value_text[5:-1] if value_text.startswith("n/a (") else value_text.partition(" (")[0]
 
 
@@ -185,7 +185,7 @@ def format_row_value(
     unit_factor: float,
     reference_value: float | None,
 ) -> str:
-    """Return a strategy's best value as text, in its unit or as a multiple of `reference_value`.
+    """Return a strategy's best value as text, with its unit or as a multiple.
 
     The chosen strategy has its unit, and every other strategy is a multiple of `reference_value`. Without a
     reference, the value is that on the number of workers that the figure shows.
@@ -224,7 +224,7 @@ def find_gpu_memory_to_draw(
     points_by_strategy: dict[str, list[Point]],
     unit_factor: float,
 ) -> float | None:
-    """Return the GPU's memory in the unit of the axis, if a line is to show it. Else None.
+    """Return the GPU's memory in the unit of the axis. None if no line is to show it.
 
     Only memory that is near enough to the peaks is drawn.
     """

@@ -101,7 +101,10 @@ def has_data(name: str, data: FigureData) -> bool:
 
 
 def make_column_check(column: str) -> Callable[[FigureData], bool]:
-    """Return a check of figure data: whether a column has values on the shown number of workers."""
+    """Return a check of figure data for values in a column.
+
+    The check is true if the column has any value on the shown number of workers.
+    """
     return lambda data: bool(
         data.cells.loc[data.cells["gpus"] == data.shown_worker_count, column].notna().any()
     )

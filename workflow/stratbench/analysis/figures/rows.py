@@ -151,7 +151,7 @@ class RowScale:
 
 
 def has_any_point(chart: RowChart) -> bool:
-    """Return whether any row of a chart has a point, since only then is an axis drawn."""
+    """Return whether any row of a chart has a point. Only then is an axis drawn."""
     return any(row.points for row in chart.rows)
 
 
@@ -168,7 +168,7 @@ def has_visible_row_intervals(chart: RowChart) -> bool:
 
 
 def assign_lanes_to_points(row: FigureRow, scale: RowScale) -> Iterator[int]:
-    """Yield the lane of each point of a row: the first one in which no earlier point overlaps."""
+    """Yield the lane of each point of a row. It is the first one without an overlapping earlier point."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
         at, half = scale.compute_pixel_position(point.value), compute_point_mark_width_px(point) / 2
@@ -238,7 +238,10 @@ def draw_row_chart(chart: RowChart) -> Figure:
 
 
 def draw_horizontal_scale(axes: Axes, chart: RowChart, scale: RowScale) -> None:
-    """Draw what is behind the points: band of equal values, ticks with grid lines, labelled line."""
+    """Draw the background of the points.
+
+    It has a band of equal values, ticks with grid lines, and a line with a label.
+    """
     axes.spines[:].set_visible(False)
     axes.set_yticks([])
     axes.tick_params("x", top=False, bottom=False, labeltop=True, labelbottom=False, pad=2 * PX)
@@ -269,7 +272,7 @@ def draw_horizontal_scale(axes: Axes, chart: RowChart, scale: RowScale) -> None:
 
 
 def draw_point_of_row(axes: Axes, point: Point, mark: Mark, y: float) -> None:
-    """Draw a point of a row: its interval, its part of model states, and its mark."""
+    """Draw a point of a row: interval, line of model states, and mark."""
     colour, chosen = choose_mark_colour(mark, point.is_chosen_candidate), point.is_chosen_candidate
     if point.interval_low is not None and point.interval_high is not None:
         width = (3.5 if chosen else 1.75) * PX

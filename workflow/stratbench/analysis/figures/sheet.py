@@ -121,7 +121,7 @@ def map_theme_colours() -> dict[str, tuple[str, str]]:
 
 
 def apply_theme_variables(svg: str) -> str:
-    """Return an SVG with a size in pixels, and with colours that follow the page's theme."""
+    """Return an SVG with a size in pixels. Its colours follow the page's theme."""
     known = map_theme_colours()
     used = sorted({c for c in re.findall(r"#[0-9a-f]{6}\b", svg) if c in known})
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: find_css_variable(m[0], known), svg)

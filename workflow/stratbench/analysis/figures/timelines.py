@@ -150,7 +150,7 @@ def format_highest_value(value: float, unit: str) -> str:
 
 
 def find_cell_with_most_workers(data: FigureData, strategy: str) -> pd.Series:
-    """Return a strategy's first repeat on its largest number of workers, as a row of cells.csv."""
+    """Return a strategy's first repeat on its largest number of workers. It is a row of cells.csv."""
     cells = data.cells[data.cells["strategy"] == strategy]
     return cells[cells["gpus"] == cells["gpus"].max()].iloc[0]
 
@@ -178,7 +178,7 @@ def read_cell_timeline(study_dir: Path | None, cell: pd.Series) -> pd.DataFrame 
 def iter_worker_lines(
     timeline: pd.DataFrame, columns_by_kind: dict[str, tuple[str, float]]
 ) -> Iterator[Line]:
-    """Yield the line of each GPU in a timeline, or of each process if there is no GPU."""
+    """Yield the line of each GPU in a timeline. Without GPUs, yield the line of each process."""
     kind = "gpu" if (timeline["kind"] == "gpu").any() else "process"
     column, scale = columns_by_kind[kind]
     if column not in timeline:

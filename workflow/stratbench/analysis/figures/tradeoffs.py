@@ -74,7 +74,10 @@ def draw_step_breakdown_figure(data: FigureData) -> CaptionedFigure:
 
 
 def draw_step_time_bars(data: FigureData, parts: pd.DataFrame) -> Figure:
-    """Draw a bar per strategy that stacks the parts of a step in ms, with the sum as text."""
+    """Draw a bar per strategy that stacks the parts of a step's time in ms.
+
+    The sum is written next to the bar.
+    """
     drawn = [part for part in (*(p[:3] for p in PARTS), REST) if parts[part[0]].gt(0).any()]
     axes = create_figure_axes(LINE_HEIGHT * -(-len(drawn) // KEY_COLUMNS) + 8 + ROW * len(parts))
     axes.set_axis_off()
@@ -102,7 +105,7 @@ def draw_step_time_bars(data: FigureData, parts: pd.DataFrame) -> Figure:
 
 
 def sum_phases_by_step_part(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return each strategy's time per step in ms for each part in PARTS, and for the rest."""
+    """Return each strategy's time per step in ms, split into PARTS and the rest."""
     named = {
         part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
         for part, _, _, phases in PARTS
@@ -143,7 +146,10 @@ def draw_score_over_time_figure(data: FigureData) -> CaptionedFigure:
 
 
 def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
-    """Draw a point of time and score per strategy and number of workers, with the Pareto front."""
+    """Draw a point of time and score per strategy and number of workers.
+
+    A line joins the points of the Pareto front.
+    """
     measured = [
         data.select_summary_rows(name).set_index(["strategy", "gpus"])["value"].rename(name)
         for name in ("training_time", "score")
@@ -270,7 +276,7 @@ def draw_staleness_figure(data: FigureData) -> CaptionedFigure:
 
 
 def compute_staleness_shares(counts_by_repeat: list[list[int]]) -> np.ndarray:
-    """Return the share of pushes with each staleness, without the last 0.1 % of all pushes.
+    """Return the share of pushes with each staleness. The last 0.1 % of all pushes are left out.
 
     Args:
         counts_by_repeat: Numbers of pushes; the index in a list is the staleness.

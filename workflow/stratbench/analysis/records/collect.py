@@ -82,9 +82,9 @@ def read_expected_record_options(args: argparse.Namespace) -> Expectations:
 def find_time_to_target_score_s(
     epoch_rows: list[Row], target_score: float | None, better: str
 ) -> float | None:
-    """Return the training time in s to the end of the first epoch that reached a target score.
+    """Return the training time in s until an epoch reaches a target score.
 
-    The result is None if no epoch reached it, or without a target.
+    The time ends with the first such epoch. It is None if no epoch reached the target, or without a target.
 
     Args:
         epoch_rows: Results of the epochs.
@@ -194,7 +194,7 @@ def iter_cell_rows(
 
 
 def read_expected_cells(path: Path) -> list[Cell]:
-    """Return the cells of a study, from a JSON file with the list of their coordinates."""
+    """Return the cells of a study from a JSON file. The file has a list of their coordinates."""
     cells = [Cell(**coordinates) for coordinates in json.loads(path.read_text(encoding="utf-8"))]
     if not cells:
         raise ValueError(f"{path}: the list of cells is empty")

@@ -49,7 +49,7 @@ class Column:
 
     @property
     def has_integer_values(self) -> bool:
-        """Whether all numbers in the column are integers, by the schema or by the source's type."""
+        """Whether all numbers in the column are integers. The schema or the source's type decides."""
         if self.source is None:
             return get_type_hints(Cell).get(self.name) is int
         if callable(self.source):
@@ -290,7 +290,10 @@ def find_field_description(path: str) -> str:
 
 
 def find_field_types(path: str) -> list[str]:
-    """Return the types that the record's schema declares for the field at a dotted path, if any."""
+    """Return the types that the record's schema declares for a field. Empty if it declares none.
+
+    The field is given by its dotted path.
+    """
     node = load_schema()
     for key in path.split("."):
         node = node.get("items", node)

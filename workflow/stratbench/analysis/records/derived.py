@@ -122,7 +122,10 @@ def count_usable_cpu_cores(record: Record) -> float | None:
 
 
 def get_cores_used_by_others(record: Record) -> float | None:
-    """Return the number of cores that other processes used at the start, on the busiest node."""
+    """Return the number of CPU cores that other processes used when the cell started.
+
+    The number is that of the busiest node.
+    """
     nodes = (get_field_by_path(record, "provenance.busy_at_start") or {}).values()
     busy = [node["other_cpu_cores"] for node in nodes if "other_cpu_cores" in node]
     return max(busy, default=None)
@@ -180,7 +183,10 @@ def get_model_states_bytes(record: Record) -> int | None:
 
 
 def get_max_start_skew_ms(record: Record) -> float | None:
-    """Return the largest start skew of all epochs in ms: how much later the last worker starts."""
+    """Return the largest start skew of all epochs in ms.
+
+    The start skew of an epoch is the time between the starts of the first and the last worker.
+    """
     return max(get_field_by_path(record, "time.start_skew_ms") or (), default=None)
 
 
@@ -207,10 +213,10 @@ def count_processes(record: Record) -> int | None:
 
 
 def format_staleness_counts(record: Record) -> str | None:
-    """Return the number of pushes with each staleness, over all shards and servers, as a JSON list.
+    """Return the number of pushes with each staleness as a JSON list.
 
-    The index in the list is the staleness: the number of updates since the weights that the gradient was
-    computed from.
+    The numbers are sums over all shards and servers. The index in the list is the staleness.
+    The staleness of a push is the number of updates since the weights of its gradient.
     """
     total: list[int] = []
     for server in list_server_entries(record):

@@ -45,7 +45,7 @@ class Facts:
     def find_sample_series(
         self, worker: dict[str, Any], kind: str, name: str | None
     ) -> SampleSeries | None:
-        """Return the samples of a worker's host, or of a process or GPU on this host.
+        """Return the samples of a worker's host, or of a process or GPU there.
 
         The result is None without samples.
 
@@ -130,7 +130,10 @@ def get_host_name(worker: dict[str, Any]) -> str | None:
 
 
 def get_gpu_id(worker: dict[str, Any]) -> str | None:
-    """Return the id that a worker's GPU has in the timeline: NVML index, or UUID of a MIG instance."""
+    """Return the id of a worker's GPU in the timeline.
+
+    It is the NVML index, or the UUID of a MIG instance.
+    """
     gpu = get_field_by_path(worker["provenance"], "gpu") or {}
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
@@ -143,7 +146,7 @@ def iter_inequality_messages(
     relative: float = ROUNDING,
     absolute: float = 0.0,
 ) -> Iterator[str]:
-    """Yield a message if a value in the record differs from the value of a formula.
+    """Yield a message if a value in the record differs from a formula's value.
 
     Args:
         value_name: Name of the value, such as its path in the record.

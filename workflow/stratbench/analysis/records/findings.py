@@ -28,5 +28,8 @@ def read_audit_findings(path: Path | None) -> pd.DataFrame:
 
 
 def format_number_of_findings(count: int, severity: str) -> str:
-    """Return the number of findings of one severity as text: `2 unusable`, `1 warning` or `3 notes`."""
+    """Return the number of findings of one severity as text.
+
+    Examples: `2 unusable`, `1 warning`, `3 notes`.
+    """
     return f"{count} unusable" if severity == "unusable" else format_count(count, severity)

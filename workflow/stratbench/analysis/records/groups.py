@@ -40,7 +40,7 @@ GROUP = list(Group._fields)
 
 
 def map_rows_by_group(cells: pd.DataFrame) -> dict[Group, pd.DataFrame]:
-    """Return the rows of each group of repeats, with groups in the order of their first row."""
+    """Return the rows of each group of repeats. Groups are in the order of their first row."""
     return {Group(*key): rows for key, rows in cells.groupby(GROUP, sort=False)}
 
 
@@ -90,7 +90,9 @@ class Repeats:
         }
 
     def values(self, group: Group, column: str, audit_kind: str = "") -> dict[int, float]:
-        """Return a column's number for each repeat of a group that is `ok` and has one.
+        """Return a column's numbers by repeat, for the repeats of a group that are `ok`.
+
+        Repeats without a number are left out.
 
         Args:
             group: The group.

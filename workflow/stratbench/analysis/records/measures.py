@@ -211,14 +211,14 @@ def format_number(value: float, decimals: int | None) -> str:
 
 
 def append_dagger_if_flagged(text: str, flags: str) -> str:
-    """Return a value's text, followed by a dagger if the audit has a finding on the value."""
+    """Return a value's text. A dagger follows if the audit has a finding on the value."""
     return f"{text} {DOUBT}" if flags else text
 
 
 def format_status_as_value(
     status: str, time_limit_s: float | None, reason: str | None = None
 ) -> str:
-    """Return the text that replaces the value of a cell that is not `ok`, such as `OOM`.
+    """Return the text that replaces a cell's value if the cell is not `ok`. Example: `OOM`.
 
     Args:
         status: Status of the cell.

@@ -70,7 +70,7 @@ class Reading:
 
 
 def render_section(template: Path, **values: Any) -> Markup:
-    """Return the HTML of a section, from a template in the extension's folder and its values."""
+    """Return the HTML of a section. It is made from a template in the extension's folder and its values."""
     from markupsafe import Markup
 
     return Markup(pages.render_page(template.name, template.parent, values=values))

@@ -84,7 +84,7 @@ class SampleSeries:
 
     @classmethod
     def from_samples(cls, kind: str, samples: Sequence[Sample]) -> SampleSeries:
-        """Return the summary of at least one sample of a source, given in the order of time."""
+        """Return the summary of a source's samples. There is at least one, in the order of time."""
         trained = [sample for sample in samples if sample.phase == "train"]
         index_of = {name: i for i, name in enumerate(COLUMNS[kind])}
         working = []
@@ -133,7 +133,10 @@ class Timeline:
     series_by_source: dict[tuple[str, str, str], SampleSeries]
 
     def select_series_of_kind(self, kind: str) -> dict[tuple[str, str], SampleSeries]:
-        """Return the summaries of sources of one kind (host, process or gpu), by node and id."""
+        """Return the summaries of all sources of one kind by node and id.
+
+        The kind is `host`, `process` or `gpu`.
+        """
         return {
             (node, name): one
             for (node, its, name), one in self.series_by_source.items()
@@ -153,7 +156,7 @@ def read_timeline(path: Path) -> Timeline | None:
 
 
 def parse_timeline(csv_lines: Iterable[str]) -> Timeline | None:
-    """Return the timeline in the lines of a CSV file, or None if a column is missing.
+    """Return the timeline in the lines of a CSV file. None if a column is missing.
 
     Raises:
         ValueError: A field is not a finite number.

@@ -226,7 +226,7 @@ def list_tick_positions_and_texts() -> list[dict[str, Any]]:
 def build_first_screen_values(
     base_strategies: Mapping[str, str | None], answers_json: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the values that the template shows on the first screen: answers and colours of marks.
+    """Return the template's values for the first screen: answers and colours of marks.
 
     Args:
         base_strategies: Base strategy of each strategy or variant.

@@ -72,7 +72,10 @@ def format_distinct_values(rows: pd.DataFrame, column: str) -> str:
 
 
 def list_experiment_rows(cells: pd.DataFrame) -> list[dict[str, str]]:
-    """Return a row per experiment for the table of runs: what was trained, how, and where."""
+    """Return a row per experiment for the table of runs.
+
+    The row has the training's models, strategies and settings, and its devices and hosts.
+    """
     lines = []
     for experiment, rows in cells.groupby("experiment", sort=False):
         noun = choose_noun_for_workers(rows["device_kind"])
@@ -134,7 +137,7 @@ def list_report_notices(
 
 
 def describe_devices(cells: pd.DataFrame) -> str:
-    """Return a text on the devices that ran the cells, and on how many cells finished."""
+    """Return a text on the devices that ran the cells. It also has the number of finished cells."""
     known = cells.dropna(subset=["device_kind"])
     kinds = set(known["device_kind"])
     ended = known[known["status"] == "ok"] if (known["status"] == "ok").any() else known
@@ -160,7 +163,10 @@ def describe_devices(cells: pd.DataFrame) -> str:
 
 
 def describe_experiment_size(rows: pd.DataFrame) -> str:
-    """Return a line on the size of an experiment: `6 epochs, global batch 128 · 10 strategies …`."""
+    """Return a line on the size of an experiment.
+
+    Example: `6 epochs, global batch 128 · 10 strategies on 4 GPUs · 3 repeats`.
+    """
     noun = pluralize(choose_noun_for_workers(rows["device_kind"]))
     steps = rows["steps"].notna().any()
     length = (
@@ -192,7 +198,7 @@ def describe_experiment_conditions(rows: pd.DataFrame) -> str:
 def find_clearly_best_row(
     summary_rows: list[Row], measure: Measure, equivalence_margin: float
 ) -> Row | None:
-    """Return the row whose value is clearly the best one, or None if no value is.
+    """Return the row whose value is clearly the best one. None if no value is.
 
     There is no clear best if it leads by less than `equivalence_margin`, if spreads overlap, if some of its
     repeats have no value, or if the audit calls it unusable.
@@ -237,7 +243,7 @@ def build_table_cell_values(summary_row: Row | None, best_row: Row | None) -> di
 def build_table_values(
     cell_rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure, equivalence_margin: float
 ) -> dict[str, Any]:
-    """Return the values that the template shows in a metric's table, with the best value marked.
+    """Return the template's values for a metric's table. The best value is marked.
 
     Args:
         cell_rows: Rows of cells.csv.

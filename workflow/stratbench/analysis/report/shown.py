@@ -17,7 +17,7 @@ def build_data_uri(svg: bytes) -> str:
 
 
 def iter_shown_figures(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entry of each figure in a folder, with the figure itself as a data URI (`uri`)."""
+    """Yield the entry of each figure in a folder. Its `uri` is the figure itself as a data URI."""
     index = folder / INDEX
     if not index.exists():
         return

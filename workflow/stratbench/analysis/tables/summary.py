@@ -74,7 +74,7 @@ def build_median_row(all_repeats: Repeats, group: Group, measure: Measure) -> Ro
 
 
 def describe_missing_value(all_repeats: Repeats, group: Group, measure: Measure) -> str:
-    """Return in a few words why cells that are `ok` have no value of a metric.
+    """Return a few words on why `ok` cells have no value of a metric.
 
     Args:
         all_repeats: All repeats.
@@ -93,7 +93,7 @@ def describe_missing_value(all_repeats: Repeats, group: Group, measure: Measure)
 def describe_missing_repeats(
     all_repeats: Repeats, group: Group, measure: Measure, num_known: int, reason: str = ""
 ) -> Row:
-    """Return the fields `ok` and `outcome` of a summary row if some repeats lack a value.
+    """Return a summary row's fields `ok` and `outcome`. Empty if no repeat lacks a value.
 
     `ok` is the number of repeats with a value, and `outcome` says why the others have none.
 
@@ -121,7 +121,7 @@ def describe_outcomes_without_value(all_repeats: Repeats, group: Group) -> str:
 
 
 def find_baseline_or_reason(all_repeats: Repeats, group: Group, measure: Measure) -> Group | str:
-    """Return the group by whose value a ratio is divided, or a text on why there is none.
+    """Return the group whose value is a ratio's denominator. Without one, return a text with the reason.
 
     Args:
         all_repeats: All repeats.
@@ -172,7 +172,7 @@ def build_ratio_row(all_repeats: Repeats, group: Group, measure: Measure) -> Row
 
 
 def replace_pairs_by_ratios(rows: list[Row]) -> None:
-    """Replace the `pair` of values in each row by its ratio with a 95 % interval."""
+    """Replace the `pair` of values in each row by a ratio. It has a 95 % interval."""
     # All pairs of a metric are passed together, since their variances are pooled.
     by_measure: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -188,7 +188,10 @@ def replace_pairs_by_ratios(rows: list[Row]) -> None:
 
 
 def format_table_cell(row: Row, measure: Measure) -> str:
-    """Return the text of a table cell: value, spread, and outcomes of cells that are not `ok`."""
+    """Return the text of a table cell with a value and its spread.
+
+    It also has the outcomes of cells that are not `ok`.
+    """
     if "text" in row:
         return row["text"]
     estimate = IntervalEstimate(row["value"], row.get("low"), row.get("high"))

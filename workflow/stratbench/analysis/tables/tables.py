@@ -158,7 +158,7 @@ def build_lines_by_worker_count(
 def group_lines_by_model(
     entries: Iterable[tuple[Group, Any]],
 ) -> list[TableLine]:
-    """Return the lines of a table, from an entry per group of repeats in one experiment."""
+    """Return the lines of one experiment's table. There is an entry per group of repeats."""
     by_model: dict[str, dict[str, dict[int, Any]]] = {}
     for group, entry in entries:
         by_model.setdefault(group.model, {}).setdefault(group.strategy, {})[int(group.gpus)] = entry
@@ -210,7 +210,9 @@ def build_summary_text_table(
 def build_text_table(
     counts: Sequence[int], lines: Iterable[TableLine], worker_noun: str
 ) -> pd.DataFrame:
-    """Return lines of texts as a table: model, strategy, and a column per number of workers.
+    """Return lines of texts as a table.
+
+    Its columns are the model, the strategy, and one per number of workers.
 
     Args:
         counts: Numbers of workers.
@@ -252,7 +254,7 @@ def format_latex_table(table: pd.DataFrame, title: str) -> str:
 
 
 def has_any_value_for_table(rows: pd.DataFrame, summary: pd.DataFrame, measure: Measure) -> bool:
-    """Return whether an experiment has any value of a metric, and so a table of it.
+    """Return whether an experiment has a table of a metric. A table needs at least one value.
 
     The training time always has a table, because it also shows the outcomes of cells.
 
