@@ -53,12 +53,12 @@ class ChosenCell:
         return self._values[key]
 
     def get_option_to_write(self, key: str, default: Any = None) -> Any:
-        """Return a strategy option's value or `default`, and mark the option as contained in the file."""
+        """Return a strategy option's value or `default`. Mark the option as contained in the file."""
         self._written.add(key)
         return self.options.get(key, default)
 
     def add_file_comment(self, comment: str, *setting_keys: str) -> None:
-        """Add a comment to the emitted file, as `KEY = VALUE: COMMENT` for the given keys.
+        """Add a comment on settings to the emitted file, as `KEY = VALUE: COMMENT`.
 
         Args:
             comment: Text of the comment.

@@ -15,7 +15,7 @@ NAME = "EXPERIMENT/STRATEGY/MODEL/Ngpu[/repK]"
 def read_chosen_or_named_record(
     results: Path, study: str | None, cell: str | None
 ) -> record.Record:
-    """Read the record of the cell that is named, or else of the one that `decide` chose.
+    """Read the record of the named cell, or of the cell that `decide` chose.
 
     Args:
         results: The folder with the results of all studies.
@@ -74,7 +74,7 @@ def find_record_path_by_name(results: Path, study: str | None, cell: str) -> Pat
 
 
 def find_chosen_record_path(results: Path, study: str | None) -> Path:
-    """Return the path of a record of the cell that `decide` chose, namely its first repeat."""
+    """Return the record path of the first repeat of the cell that `decide` chose."""
     folders = [folder.parent for folder in sorted(results.glob(f"{study or '*'}/cells"))]
     names = ("decision/answers.json", "answers.json")
     decided = {f: f / name for f in folders for name in reversed(names) if (f / name).is_file()}

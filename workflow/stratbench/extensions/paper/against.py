@@ -78,9 +78,9 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
 
 
 def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return the median of each measured cell that the paper also has, in the paper's units.
+    """Return our medians over repeats, per measured cell and measure in the paper.
 
-    The columns are those in MATCHING_COLUMNS, `ours` and `experiment`.
+    Medians have the paper's units. The columns are those in MATCHING_COLUMNS, `ours` and `experiment`.
 
     Args:
         cells: Rows of cells.csv.

@@ -141,7 +141,7 @@ def describe_weak_published_values(metric: ClaimMetric, claim: dict[str, Any]) -
 
 
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per claim of the paper, with whether the claim holds in our cells.
+    """Return a row per claim of the paper. It says whether the claim holds in our cells.
 
     Only cells that the paper also has decide. The column `elsewhere` has the values of other models and of
     CPU processes. The column `in_the_paper` says whether the paper's own tables agree with the claim, and

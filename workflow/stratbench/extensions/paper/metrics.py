@@ -113,9 +113,10 @@ def find_reached_time_limit_s(groups: Repeats, group: Group) -> float | None:
 
 
 def estimate_min_train_time_s(groups: Repeats, group: Group, finished: Group) -> float | None:
-    """Return the lowest possible training time in seconds of a group that reached its time limit.
+    """Return a lower bound in seconds on a timed-out group's training time.
 
-    It is the limit without the time for start-up and evaluation, which is estimated from another group.
+    The bound is the time limit without the time for start-up and evaluation. The latter is estimated from
+    another group.
 
     Args:
         groups: All groups.
@@ -164,9 +165,10 @@ def make_ratio_metric(
 
 
 def make_strategy_pair_selector(numerator_strategy: str, denominator_strategy: str) -> PairSelector:
-    """Return a function that pairs a group of one strategy with the same group of another strategy.
+    """Return a function that pairs a group of one strategy with another strategy's group.
 
-    The function returns both groups, or None for a group of any other strategy.
+    The two groups differ only in strategy. The function returns both groups, or None for a group of any
+    other strategy.
 
     Args:
         numerator_strategy: Strategy of the first group.
@@ -224,7 +226,7 @@ def iter_recovered_accuracy_shares(groups: Repeats) -> Iterator[ClaimValue]:
 
 
 def compute_median_over_repeats(group: Group, values: np.ndarray) -> ClaimValue:
-    """Return the median of the values of a group's repeats, with their range if there are several."""
+    """Return the median of values over a group's repeats. Several values also have a range."""
     ends = (float(values.min()), float(values.max())) if values.size > 1 else (None, None)
     return ClaimValue(f"{group.model} on {group.gpus}", float(np.median(values)), *ends, "range")
 

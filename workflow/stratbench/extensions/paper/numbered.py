@@ -120,7 +120,9 @@ def format_summary_row(summary_row: Any) -> str:
 
 
 def make_table_8(cells: pd.DataFrame, summary: pd.DataFrame) -> pd.DataFrame:
-    """Return table 8 with a row per strategy and measure, on the most workers of each experiment.
+    """Return the paper's table 8 with a row per experiment, strategy and measure.
+
+    A row is for the strategy's largest number of workers in the experiment.
 
     The column `text` has the range of values over the models. `models` is their number, and `records` are the
     paths of their cells. `outcomes` are those of cells that did not finish, and `flags` those of the audit.
@@ -205,7 +207,7 @@ def iter_paper_tables(
 
 
 def write_paper_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> None:
-    """Write the paper's tables 3 to 8 with our values, and the sources of table 8.
+    """Write the paper's tables 3 to 8 with our values, and table 8's sources.
 
     Args:
         cells: Rows of cells.csv.

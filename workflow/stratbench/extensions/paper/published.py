@@ -29,12 +29,12 @@ def read_published_tables() -> pd.DataFrame:
 
 
 def read_published_claims() -> pd.DataFrame:
-    """Return the claims in the paper's text, each with its metric and the limits that it claims."""
+    """Return a row per claim in the paper's text, with its metric and limits."""
     return pd.read_csv(REFERENCE / "claims.csv")
 
 
 def read_explanations() -> pd.DataFrame:
-    """Return explanations of why our records may contradict a claim or a table of the paper.
+    """Return explanations for contradictions between our records and the paper's claims or tables.
 
     The columns are `about` (claim or table), `rule` and `explanation`.
     """
@@ -48,7 +48,7 @@ def read_accuracy_floors() -> dict[str, float]:
 
 
 def make_cells_from_paper(version: str) -> pd.DataFrame:
-    """Return the values in the tables of one version of the paper, as rows of cells.csv.
+    """Return the values in one paper version's tables, as rows of cells.csv.
 
     Values that the paper does not state are absent. Values of one cell in two tables give one row.
 

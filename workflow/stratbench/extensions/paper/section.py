@@ -17,7 +17,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "paper.html.j2"
 
 
 def make_paper_sections(inputs: ReportInput) -> Iterator[Section]:
-    """Yield the report's section on the paper if a measured cell is also in the paper."""
+    """Yield the report's section on the paper. Yield nothing if the paper has no measured cell."""
     paper = collect_paper_section_values(inputs.folder)
     if paper["with_counterpart"]:
         numbered = list(read_paper_tables(inputs.folder / "paper_tables"))

@@ -134,9 +134,10 @@ def extract_bundle(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _check_zip_signatures(path: Path) -> None:
-    """Raise SetError if a file is no zip file, is too large, or has too many members.
+    """Raise SetError if a file is not a zip file, or is too large.
 
-    This is checked before `zipfile` reads the file, because `zipfile` creates an object per member.
+    SetError is also raised if the zip file has too many members. These checks precede `zipfile`, because
+    `zipfile` creates an object per member.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
@@ -164,7 +165,7 @@ def _check_zip_signatures(path: Path) -> None:
 
 
 def _check_zip_members(path: Path, members: list[zipfile.ZipInfo]) -> None:
-    """Raise SetError if a file in the zip file has an invalid name, kind or size."""
+    """Raise SetError if a zip member has an invalid name, kind or size."""
     seen: set[str] = set()
     if len(members) > MAX_MEMBERS:
         raise SetError(f"{path} has too many files; a bundle has at most {MAX_MEMBERS:,}")
@@ -283,7 +284,7 @@ def _extract_zip_member(
     entry: Mapping[str, Any],
     folder: Path,
 ) -> None:
-    """Check the size and hash of a member of a bundle, and write it to a file.
+    """Write a bundle's member to a file. Raise SetError if its size or hash differs from the manifest.
 
     Args:
         path: Path of the bundle, for messages.

@@ -167,7 +167,7 @@ def list_hosts_in_timeline(timeline: str) -> set[str]:
 
 
 def replace_names_in_timeline(timeline: str, replacements: Replacements) -> str:
-    """Return the content of a timeline.csv in which the names of hosts and GPUs are replaced."""
+    """Return the content of a timeline.csv with replaced names of hosts and GPUs."""
     end = "\r\n" if "\r\n" in timeline else "\n"
     rows = csv.DictReader(io.StringIO(timeline, newline=""))
     out = io.StringIO(newline="")

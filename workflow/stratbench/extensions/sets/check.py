@@ -57,7 +57,10 @@ def describe_workers_of_cells(cells: pd.DataFrame) -> str:
 
 
 def describe_audit_findings(findings: pd.DataFrame) -> Iterator[str]:
-    """Yield a line on the numbers of audit findings, and a line per rule with findings."""
+    """Yield a line with the number of audit findings per severity. Then yield a line per rule.
+
+    Rules that only have notes are left out.
+    """
     tally = [
         format_number_of_findings(int((findings["severity"] == s).sum()), s) for s in SEVERITIES
     ]

@@ -11,7 +11,7 @@ MARK = ".stratbench"
 
 
 def claim_output_folder(folder: Path, marker_text: str = "") -> str:
-    """Create an output folder with a marker file, or reuse a folder with such a marker.
+    """Create an output folder with a marker file, or reuse a marked folder.
 
     Args:
         folder: Folder to write to.

@@ -42,7 +42,7 @@ def read_set_or_fail(source: str) -> ResultSet:
 
 
 def check_set_source(source: str) -> int:
-    """Check a result set, print its content and the audit's findings, and return the exit code.
+    """Check a result set, print its content and audit findings, and return the exit code.
 
     Args:
         source: A bundle, a folder or `paper:v1`.
@@ -147,7 +147,7 @@ def export_set_source(source: str, formats: Sequence[str], out: Path | None) -> 
 
 
 def plan_from_bundle(source: str, config_pairs: Sequence[str], out: Path | None) -> int:
-    """Plan the study of a bundle from its config and records, and return the exit code.
+    """Plan a bundle's study from its config and records, and return the exit code.
 
     Args:
         source: The bundle.

@@ -40,7 +40,7 @@ class Sets(Keys):
     def iter_contradictions(
         cls, block: Mapping[str, Any], config: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Yield a message on each invalid set, and on prices that do not match the sets."""
+        """Yield a message per invalid set. Yield messages on prices that do not match the sets."""
 
         def make_wrong_value_message(*arguments: Any) -> str:
             return format_wrong_value_message(*arguments).removeprefix("config: ")

@@ -85,7 +85,7 @@ class ResultSet:
 
     @property
     def provenance(self) -> dict[str, str]:
-        """Texts on the origin of the set, such as its study and its source, by label."""
+        """Texts on the origin of the set by label, such as `study` and `source`."""
         origin = {"source": self.source, "study": self.study}
         if self.manifest:
             product = self.manifest["product"]
@@ -208,7 +208,7 @@ def _read_folder(
 def _list_cells_of_set(
     folder: Path, manifest: dict[str, Any] | None, make_error: SetErrorMaker
 ) -> list[Cell]:
-    """Return the cells of a set: those that cells.json lists, then other cells with a record.
+    """Return a set's cells: first those in cells.json, then others with a record.
 
     Args:
         folder: Folder of the set.
@@ -292,7 +292,7 @@ def _read_json_object(path: Path, make_error: SetErrorMaker) -> dict[str, Any] |
 
 
 def _check_timeline(path: Path, make_error: SetErrorMaker) -> None:
-    """Raise an error if a file is no timeline, a CSV file with the column `kind`."""
+    """Raise an error if a file is no timeline. A timeline is a CSV file with the column `kind`."""
     try:
         text = read_regular_file(path, MAX_MEMBER_BYTES).decode()
     except (OSError, ValueError) as e:

@@ -54,7 +54,7 @@ def add_set_argument(
     allowed_sets: str,
     folder_suffix: str | None = None,
 ) -> None:
-    """Add the argument SET to a command, and the option --out if it writes a folder.
+    """Add the argument SET to a command. Add the option --out if the command writes a folder.
 
     Args:
         command: The command's parser.
@@ -107,7 +107,7 @@ def run_for_set_or_study(
     args: argparse.Namespace,
     others: list[str],
 ) -> int:
-    """Run a command for a named result set, or else for the study in this folder.
+    """Run a command for the named result set, or else for this folder's study.
 
     Args:
         run_for_set: Runs the command for a set.

@@ -186,7 +186,7 @@ def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: s
 
 
 def _average_step_times_over_common_blocks(pairs: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the geometric mean over pairs of both step times in each block, shape [2, blocks].
+    """Return the step times per block, averaged geometrically over pairs, shape [2, blocks].
 
     Only blocks with all pairs count. If there are none, only the pair with the most blocks counts.
 
@@ -253,7 +253,7 @@ def describe_answer(answer: TuneAnswer) -> Iterator[str]:
 
 
 def describe_gain_over_baseline(answer: TuneAnswer, winner: MeasuredCombination) -> str:
-    """Return a sentence with the ratio of the baseline's time to that of the fastest combination."""
+    """Return a sentence on the time ratio of the baseline to the fastest combination."""
     name = answer.baseline_strategy
     if winner.name == name:
         return f"The fastest combination is the baseline, {name}."
@@ -268,7 +268,7 @@ def describe_gain_over_baseline(answer: TuneAnswer, winner: MeasuredCombination)
 
 
 def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
-    """Return a sentence on the memory per worker of the fastest combination, and the free memory."""
+    """Return a sentence on the fastest combination's memory per worker and the free memory."""
     peak, room = winner.memory_bytes, answer.device_memory_bytes
     if peak is None:
         return "The memory of the fastest combination was not measured."
@@ -280,7 +280,7 @@ def describe_memory_use(answer: TuneAnswer, winner: MeasuredCombination) -> str:
 
 
 def describe_possible_further_gain(answer: TuneAnswer) -> str:
-    """Return a sentence on the largest gain that further blocks may find, and on their cost."""
+    """Return a text on the largest possible gain from further blocks and their cost."""
     comparison, verdict = answer.comparison_entry, answer.verdict_content
     rivals = [r["strategy"] for r in comparison["ratios"] if r["state"] in ("open", "equal")]
     if not rivals:
@@ -298,7 +298,7 @@ def describe_possible_further_gain(answer: TuneAnswer) -> str:
 
 
 def describe_effect(effect: Effect) -> str:
-    """Return an effect as text: the choice, the time ratio, and the number of pairs and blocks."""
+    """Return an effect's choice, time ratio, and numbers of pairs and blocks as text."""
     over = f" over {effect.compared_strategy}" if effect.compared_strategy else ""
     return (
         f"{effect.choice}{over}: "

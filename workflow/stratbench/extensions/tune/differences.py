@@ -120,9 +120,9 @@ def group_rows_by_sweep(
 
 
 def compute_margin_between(slower: Amounts, faster: Amounts, margins: Margins) -> float | None:
-    """Return the largest planned time ratio of two configurations at which the slower one is kept.
+    """Return the planned time ratio above which the slower of two configurations is excluded.
 
-    If they differ in several kinds, it is the product of the margins of these kinds.
+    If the configurations differ in several kinds, the ratio is the product of these kinds' margins.
 
     Args:
         slower: Amounts of the configuration with the longer planned time.

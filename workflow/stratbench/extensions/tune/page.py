@@ -80,7 +80,7 @@ def _sort_by_step_time(measured: Sequence[MeasuredCombination]) -> list[Measured
 
 
 def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
-    """Return an SVG chart of time per step over peak memory, with a mark per combination."""
+    """Return an SVG chart of step time over peak memory, with a mark per combination."""
     strategies = dict.fromkeys(m.combination.strategy for m in answer.measured_combinations)
     marks = assign_marks_by_strategy((name, name) for name in strategies)
     series = []

@@ -273,7 +273,7 @@ def compute_difference_amounts(subject: CellToPlan) -> dict[str, float]:
 
 
 def _find_zero_stage(subject: CellToPlan, traits: Traits) -> int:
-    """Return the ZeRO stage (0 to 3) that shards the same states as a cell's strategy."""
+    """Return the ZeRO stage (0 to 3) equivalent to the sharding by a cell's strategy."""
     options = subject.settings.options
     # Strategies that also divide the network among workers have an option for their data parallelism.
     if subject.mesh.workers_per_replica > 1:

@@ -32,7 +32,7 @@ def add_subcommand(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_tune(args: argparse.Namespace, others: list[str]) -> int:
-    """Filter the combinations by their plan, then measure the remaining ones in blocks of a verdict.
+    """Filter the combinations by their plan, then measure the remaining ones in a verdict's blocks.
 
     Returns:
         The exit code.

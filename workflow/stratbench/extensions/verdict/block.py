@@ -181,7 +181,10 @@ class BlockRun:
                     os.environ[FOLDER_VARIABLE] = before
 
     def _choose_segment_length(self, segment: Segment) -> None:
-        """Choose the number of steps per segment from the burn-in segment, if the plan has none."""
+        """Set the numbers of steps and discarded steps per segment, unless the plan sets them.
+
+        The times of the burn-in segment decide the number of steps.
+        """
         if self._steps is None:
             noise = block_rules.STEP_NOISE["cuda" if self._use_cuda else "cpu"]
             self._steps = block_rules.choose_segment_steps(
@@ -336,7 +339,7 @@ def get_segment_disagreement_limit(plan: BlockPlan, log_differences: Iterable[fl
 
 
 def collect_timed_steps(job: Job, num_discarded: int, num_timed: int) -> dict[str, Any]:
-    """Return the entry `steps` of a segment's record, which has the time of each timed step.
+    """Return the entry `steps` of a segment's record: the time of each timed step.
 
     The times are those of the slowest process. With parameter servers, a step is as many pushes as one global
     batch has.

@@ -63,7 +63,7 @@ def count_discarded_steps(timed_steps: int) -> int:
 
 
 def compute_segment_disagreement_limit(log_differences: Sequence[float]) -> float:
-    """Return the log time ratio of two segments above which a strategy runs a third segment.
+    """Return the largest log time ratio of two segments that needs no third segment.
 
     Args:
         log_differences: Absolute log time ratio of the two segments of each strategy and block.

@@ -102,7 +102,7 @@ class BlockPlan:
         return Path(results) / self.study / "blocks" / self.relative_path
 
     def get_log_folder(self, results: str | Path) -> Path:
-        """Return the folder with the logs of the block's segments, below the folder of all results."""
+        """Return the folder for logs of the block's segments, below the folder `results`."""
         return Path(results) / self.study / "logs" / "blocks" / self.relative_path
 
     def make_segment_cell(self, strategy: str) -> Cell:
@@ -116,7 +116,7 @@ class BlockPlan:
 
 
 def make_segment_settings(settings: Settings, plan: BlockPlan, segment_steps: int) -> Settings:
-    """Return the settings of a segment, from those of a full run of the same cell.
+    """Return a segment's settings, made from the settings of the cell's full run.
 
     Args:
         settings: Settings of the full run.
@@ -225,7 +225,7 @@ class PairedBlock:
         return [math.log(s.mean_step_s) for s in segments]
 
     def compute_log_step_time(self, strategy: str) -> float:
-        """Return the logarithm of a strategy's step time in this block, or NaN after a failure."""
+        """Return the logarithm of a strategy's step time in this block. NaN after a failure."""
         logs = self.list_segment_log_step_times(strategy)
         return compute_block_log_step_time(logs) if logs else math.nan
 
@@ -307,7 +307,7 @@ _FIELDS: dict[str, Any] = {
 
 
 def add_verdict_digest(verdict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of verdict.json with the additional key `digest`, a SHA-256 of all other values.
+    """Return verdict.json's content with a key `digest`, the SHA-256 of all other values.
 
     The digest shows an accidental change, such as by an editor. It does not prevent forgery, because anyone
     can compute it again.

@@ -53,7 +53,10 @@ def count_trained_steps(record: Record) -> int:
 def list_log_step_times_in_blocks(
     blocks_of_comparison: list[PairedBlock], record: Record
 ) -> list[float]:
-    """Return the log step time of a record's strategy in each block with the record's settings."""
+    """Return the log step time of a record's strategy per block with equal settings.
+
+    Blocks in which the strategy failed are left out.
+    """
     if not blocks_of_comparison:
         return []
     strategy, trained = record["cell"]["strategy"], hash_trained_settings(record["settings"])

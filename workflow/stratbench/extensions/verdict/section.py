@@ -75,7 +75,10 @@ def make_conclusion_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def format_ratio_of_nearest_rival(comparison: Mapping[str, Any]) -> str:
-    """Return the name, time ratio and bound of the rival with the lowest bound, as text."""
+    """Return the name, time ratio and bound of the nearest alternative as text.
+
+    The nearest alternative is the one with the lowest bound. The text is empty if no bound is known.
+    """
     known = [
         r
         for r in comparison["ratios"]
@@ -83,13 +86,13 @@ def format_ratio_of_nearest_rival(comparison: Mapping[str, Any]) -> str:
     ]
     if not known:
         return ""
-    # A dropped rival counts only if no rival is left in the comparison.
+    # A dropped alternative counts only if no alternative is left in the comparison.
     nearest = min(known, key=lambda ratio: (bool(ratio["reason"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
 
 
 def make_rival_row(strategy_entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the row of a rival: its state, its time ratio, and any reason for its exclusion."""
+    """Return an alternative's row: state, time ratio, and any reason for the exclusion."""
     return {
         "strategy": strategy_entry["strategy"],
         "state": strategy_entry["words"],

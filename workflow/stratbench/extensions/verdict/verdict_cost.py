@@ -70,7 +70,7 @@ def estimate_comparison_cost(comparison: list[PlannedCell], use_longest_times: b
 def estimate_min_and_max_costs(
     plan: Plan,
 ) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
-    """Return the lowest and the highest cost of each comparison, by experiment, model and worker count."""
+    """Return the lowest and highest cost per comparison, by experiment, model and worker count."""
     known = [
         c
         for c in plan.cells

@@ -163,7 +163,7 @@ class Round:
         return sum(strategy.choose_segment_steps(count_discarded_steps(timed), timed))
 
     def make_block_request(self, plan: BlockPlan) -> JobRequest:
-        """Return the resources that a block's job requests: the largest of any strategy in the block."""
+        """Return the resources that a block's job requests: the maximum over the block's strategies."""
         cells = [plan.make_segment_cell(name) for name in plan.order]
         minutes = compute_block_limit_minutes(
             self.compute_segment_time_limit_s(plan), len(cells), self.config["cluster"]

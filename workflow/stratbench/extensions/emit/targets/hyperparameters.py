@@ -51,7 +51,7 @@ def write_optimizer_call(choice: ChosenCell, parameters_code: str = "model.param
 
 
 def write_lr_schedule_lines(choice: ChosenCell) -> list[str]:
-    """Return the code of a function that returns the learning rate of a step as a share of `lr`.
+    """Return code lines of a function that computes a step's learning rate relative to `lr`.
 
     The list is empty if the learning rate is constant.
     """
@@ -183,7 +183,7 @@ def add_loss_chunks_comment(choice: ChosenCell) -> None:
 
 
 def add_missing_cpu_support_comment(choice: ChosenCell, engine: str, missing_feature: str) -> None:
-    """Add a comment on a missing feature of an engine, if the cell ran on CPU processes.
+    """Add a comment on an engine's missing feature if the cell ran on CPU processes.
 
     Args:
         choice: The cell.

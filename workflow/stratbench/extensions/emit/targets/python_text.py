@@ -29,7 +29,7 @@ def write_python_call(function_name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def split_long_call_line(line: str) -> str:
-    """Return a code line; a call of more than 100 characters has one argument per line."""
+    """Split a code line of over 100 characters into one line per call argument. Keep other lines."""
     head, bracket, rest = line.partition("(")
     if len(line) <= 100 or not bracket or not rest.endswith(")"):
         return line

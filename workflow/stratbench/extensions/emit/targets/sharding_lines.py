@@ -11,7 +11,7 @@ from stratbench.extensions.emit.targets.python_text import CodeLines
 def write_sharding_lines(
     choice: ChosenCell, model_variable: str, fsdp_casts_weights: bool
 ) -> CodeLines:
-    """Return the code lines that shard a model by FSDP2 over a device mesh named `mesh`.
+    """Return code lines that shard a model by FSDP2 over the device mesh `mesh`.
 
     Args:
         choice: The cell.
@@ -49,7 +49,7 @@ def write_sharding_lines(
 
 
 def write_block_list_lines(choice: ChosenCell, model_variable: str) -> list[str]:
-    """Return the code line that sets `blocks`, the list of modules to shard one at a time."""
+    """Return the code line that sets `blocks`, the modules to shard one at a time."""
     if classes := choice.block_class_names:
         return [
             f"blocks = [m for m in {model_variable}.modules() if type(m).__name__ in {tuple(classes)!r}]"

@@ -31,7 +31,7 @@ def compare_sets_with_first(
     prices: Mapping[str, float] | None = None,
     constraints: Constraints | None = None,
 ) -> int:
-    """Compare result sets with the first of them, write the page, and return the exit code.
+    """Compare result sets with the first set, write a page, and return the exit code.
 
     The page is <out_root>/<names>/index.html. Tables, figures and a page of all cells are next to it. The
     exit code is 1 if a strategy in a set no longer finishes, or is slower by more than the allowed share and

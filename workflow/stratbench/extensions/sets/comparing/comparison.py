@@ -91,7 +91,7 @@ class ComparedCell:
 
     @property
     def coordinates_text(self) -> str:
-        """Strategy, number of workers, model and experiment as text, such as `ddp on 4, vgg16 (main)`."""
+        """Strategy, worker count, model and experiment as text, such as `ddp on 4, vgg16 (main)`."""
         g = self.group
         return f"{g.strategy} on {g.gpus}, {g.model} ({g.experiment})"
 
@@ -106,7 +106,7 @@ class ComparedCell:
 
     @cached_property
     def no_ratio_reason(self) -> str:
-        """Reason why the cell has no time ratio, or an empty text if it has one."""
+        """Reason for the missing time ratio of the cell. Empty if the cell has a time ratio."""
         if self.work_differences or (
             self.first_measurements.train_times_s and self.other_measurements.train_times_s
         ):
@@ -227,7 +227,7 @@ class Comparison:
 
     @property
     def differences_by_effect(self) -> dict[str, tuple[Difference, ...]]:
-        """Differences of the common cells by their effect on time ratios, the most serious effect first."""
+        """Differences of cells in both sets, by effect on time ratios. The most serious effect is first."""
         return {
             "no ratio": self.work_differences,
             "not known to be equal": self.unstated_differences,

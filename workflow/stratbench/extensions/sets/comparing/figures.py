@@ -20,7 +20,9 @@ from stratbench.extensions.sets.comparing.comparison import ComparedCell, Compar
 def draw_ratio_figures(
     comparison: Comparison, out_dir: Path, margin: float
 ) -> list[dict[str, Any]]:
-    """Draw a figure of time ratios per experiment and model, and return them for the page.
+    """Draw a figure of time ratios per experiment and model.
+
+    The result has each figure's title, caption, alternative text and data URI.
 
     Args:
         comparison: Comparison of two sets.
@@ -55,7 +57,7 @@ def draw_ratio_figures(
 def make_ratio_rows(
     cells: Sequence[ComparedCell], marks: Mapping[str, Mark], margin: float
 ) -> RowChart:
-    """Return the rows of a figure: one per strategy, with a point per number of workers.
+    """Return a time-ratio figure's rows: one per strategy, with a point per worker count.
 
     A point has its full colour if the interval of its ratio excludes 1.
 

@@ -155,9 +155,9 @@ def _format_as_in_records(value: Any) -> str:
 
 @lru_cache(maxsize=10_000)
 def classify_field_difference(field_path: str) -> str | None:
-    """Return the kind of a difference in a record field, a value of WORK_DIFFERENCES or MACHINE_DIFFERENCES.
+    """Return the kind of a difference in a record field. None if the field does not matter.
 
-    Return None if the field does not matter for a comparison.
+    The kind is a value of WORK_DIFFERENCES or MACHINE_DIFFERENCES.
 
     Args:
         field_path: Path of the field.

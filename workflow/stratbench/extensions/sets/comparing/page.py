@@ -172,7 +172,10 @@ def collect_comparison_page_values(
 def map_candidates_to_base_strategies(
     sets: Sequence[ResultSet], decisions: Sequence[Decision]
 ) -> dict[str, str | None]:
-    """Return the strategy of each candidate in decisions over sets, such as `ddp` of `ddp (a100)`."""
+    """Return the base strategy, such as `ddp`, of each candidate, such as `ddp (a100)`.
+
+    The candidates are those of decisions over several sets.
+    """
     known = map_base_strategies(pd.concat([one.cells for one in sets]))
     listed = {row["strategy"] for decision in decisions for row in decision.decision_csv_rows}
     return {name: known.get(name.partition(" (")[0]) for name in sorted(listed)}

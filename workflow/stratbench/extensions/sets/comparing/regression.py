@@ -120,9 +120,9 @@ def find_regressions(
 
 
 def iter_strategies_without_times(comparison: Comparison) -> Iterator[RegressionOutcome]:
-    """Yield an outcome for each strategy with cells that have times only in the first set.
+    """Yield an outcome per strategy with cells that have times only in the first set.
 
-    There is an outcome per strategy and reason.
+    A strategy has one outcome for each reason.
     """
     places: dict[tuple[str, str, str], list[Group]] = defaultdict(list)
     for cell in comparison.common_cells:
@@ -156,7 +156,10 @@ def is_finished_only_in_first_set(cell: ComparedCell) -> bool:
 
 
 def is_finished_less_often(cell: ComparedCell) -> bool:
-    """Return whether fewer repeats of a cell finished than in the first set, but at least one."""
+    """Return whether fewer repeats of a cell finished than in the first set.
+
+    The result is False if no repeat finished.
+    """
     worse = cell.other_measurements.failure_text and not cell.first_measurements.failure_text
     return bool(
         worse
@@ -169,7 +172,7 @@ def is_finished_less_often(cell: ComparedCell) -> bool:
 def make_unfinished_outcome(
     comparison: Comparison, cell: ComparedCell, outcome: str
 ) -> RegressionOutcome:
-    """Return the outcome of a cell of which fewer repeats finish than in the first set.
+    """Return the outcome for a cell with fewer finished repeats than in the first set.
 
     Args:
         comparison: Comparison of a set with the first one.

@@ -47,7 +47,7 @@ def format_score_change(cell: ComparedCell) -> str:
 
 
 def format_mean_time(times_s: tuple[float, ...]) -> str:
-    """Return the geometric mean of some times as text, with their number if there are several."""
+    """Return the geometric mean of times as text, such as `1.5 s`. Add the number of several times."""
     if not times_s:
         return NO_CELL
     return f"{compute_geometric_mean(times_s):.4g} s" + (

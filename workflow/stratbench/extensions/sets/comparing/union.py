@@ -87,7 +87,7 @@ def get_work_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...
 def iter_candidates_of_sets(
     parts: Sequence[WorkPart], prices: Mapping[str, float], constraints: Constraints
 ) -> Iterator[Candidate]:
-    """Yield the candidates of a decision, with names of strategy and set such as `ddp (a100)`.
+    """Yield a decision's candidates, named by strategy and set, such as `ddp (a100)`.
 
     If several experiments of a set train the same, a name has the experiment too: `ddp (a100, first)`.
 

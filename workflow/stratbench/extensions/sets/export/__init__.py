@@ -57,7 +57,7 @@ def export_set(result_set: ResultSet, formats: Sequence[str], out: Path) -> list
 
 @contextmanager
 def _replace_folder_when_complete(folder: Path) -> Iterator[Path]:
-    """Context with a new folder, which replaces `folder` at the end if no exception is raised."""
+    """Yield a new folder, which replaces `folder` at the end if no exception is raised."""
     unfinished, old = (folder.with_name(f".{folder.name}.{what}") for what in ("unfinished", "old"))
     for left in (unfinished, old):
         shutil.rmtree(left, ignore_errors=True)

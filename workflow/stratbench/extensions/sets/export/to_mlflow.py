@@ -26,7 +26,7 @@ MAX_METRICS, MAX_OTHERS = 1000, 100
 
 
 def list_mlflow_metrics(run: ExportedRun) -> list[Metric]:
-    """Return the metrics of a run for MLflow, of each epoch and of the whole cell.
+    """Return a run's metrics for MLflow, both per epoch and for the whole cell.
 
     The metrics of an epoch have the time at which it ended.
     """

@@ -17,7 +17,7 @@ NEEDS_RECORDS = True
 
 
 def make_offline_settings(folder: Path) -> wandb.Settings:
-    """Return settings of offline runs that store nothing about this machine, its user and its code."""
+    """Return settings of offline W&B runs. They store nothing about the machine, user and code."""
     return wandb.Settings(
         mode="offline",
         root_dir=str(folder),

@@ -25,11 +25,11 @@ MAX_COPY_DIFFERENCE = 1e-6
 class FullRunCorrection:
     """Corrected conclusion of a comparison whose full runs contradict its blocks."""
 
-    #: Upper bound on log(leader's time / rival's time), for any rival.
+    #: Upper bound on log(leader's time / alternative's time), for any alternative.
     max_log_advantage_over_leader: float
-    #: Whether every rival is still shown to be slower than the leader.
+    #: Whether every alternative is still shown to be slower than the leader.
     is_leader_fastest: bool
-    #: Rival with the lowest corrected bound.
+    #: Alternative with the lowest corrected bound.
     nearest_rival: str
 
 
@@ -68,16 +68,16 @@ def correct_conclusion_by_full_runs(
 ) -> FullRunCorrection | None:
     """Return the corrected conclusion if the leader's full runs contradict its blocks, else None.
 
-    A deviation is log(measured / predicted time) of a full run. If the leader's deviation exceeds a rival's
-    by more than MAX_LOG_DEVIATION, the rival's bound is lowered by this difference. The bound is also lowered
-    by the half-width of the difference's 95 % interval, because a full run has another allocation. A rival's
-    own deviation counts only if it exceeds MAX_LOG_DEVIATION. A rival without full runs gets the mean
-    deviation of all rivals, if this mean is positive.
+    A deviation is log(measured / predicted time) of a full run. If the leader's deviation exceeds an
+    alternative's by more than MAX_LOG_DEVIATION, the alternative's bound is lowered by this difference. The
+    bound is also lowered by the half-width of the difference's 95 % interval, because a full run has another
+    allocation. An alternative's own deviation counts only if it exceeds MAX_LOG_DEVIATION. An alternative
+    without full runs gets the mean deviation of all alternatives, if this mean is positive.
 
     Args:
         deviations: Deviations from `compute_full_run_deviations`, by strategy.
         leader: The fastest strategy in the blocks.
-        bounds: Lower bound of log(time / leader's time), by rival.
+        bounds: Lower bound of log(time / leader's time), by alternative.
         num_blocks: Number of blocks.
         allocation_noise: Result of `estimate_allocation_sd`.
     """
@@ -104,7 +104,7 @@ def correct_conclusion_by_full_runs(
 
 
 def zero_small_deviation(deviation: float) -> float:
-    """Return the log deviation of a full run, or 0 if it is at most MAX_LOG_DEVIATION."""
+    """Return a full run's log deviation. Return 0 if its absolute value is at most MAX_LOG_DEVIATION."""
     return deviation if abs(deviation) > MAX_LOG_DEVIATION else 0.0
 
 

@@ -130,7 +130,7 @@ class PairedEvidence:
     def order_strategies_of_block(
         self, comparison: PairedComparison, block_number: int, strategies: Iterable[str]
     ) -> list[str]:
-        """Return the strategies in the order in which a block runs them, a permutation by hash.
+        """Return the order in which a block runs its strategies, a permutation by hash.
 
         Args:
             comparison: The comparison.

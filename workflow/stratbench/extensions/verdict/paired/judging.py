@@ -52,18 +52,21 @@ class Look(NamedTuple):
     slower: np.ndarray
     #: Mask of the strategies in the comparison, without the leader.
     rivals: np.ndarray
-    #: Upper bound on log(leader's time / rival's time), for any rival.
+    #: Upper bound on log(leader's time / alternative's time), for any alternative.
     at_most: np.ndarray
     decided: np.ndarray
 
     @property
     def is_leader_fastest(self) -> np.ndarray:
-        """Whether every rival is shown to be slower than the leader, shape [..., comparisons]."""
+        """Whether every alternative is shown to be slower than the leader, shape [..., comparisons]."""
         return ~(self.rivals & ~self.slower).any(-1)
 
     @property
     def is_equal_to_leader(self) -> np.ndarray:
-        """Mask of the rivals whose whole interval is within the share EQUAL of the leader's time."""
+        """Mask of the alternatives that are as fast as the leader, within the share EQUAL.
+
+        The whole interval of the time ratio is within this share.
+        """
         near = np.log1p(EQUAL)
         return self.rivals & (self.low >= -near) & (self.high <= near)
 
@@ -91,7 +94,7 @@ def select_value_of_strategy(values: np.ndarray, strategy_index: np.ndarray) -> 
 
 
 def mask_incomplete_blocks(log_times: np.ndarray, is_active: np.ndarray) -> np.ndarray:
-    """Return the log times with NaN in all blocks that lack a strategy in the comparison.
+    """Return log times with NaN in all blocks that lack a strategy in the comparison.
 
     Effects of an allocation cancel only in a block with all strategies. A strategy lacks a block if it was
     dropped before, and has returned to the comparison since.
@@ -117,7 +120,7 @@ def average_log_times(log_times: np.ndarray) -> np.ndarray:
 def average_by_node_set(
     log_times: np.ndarray, node_set_indices: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Average the log times of blocks on the same nodes, if there are enough sets of nodes.
+    """Average log times of blocks on the same nodes, if there are enough node sets.
 
     Time ratios of strategies differ by several percent between nodes. So blocks on the same nodes are no
     independent repeats for a conclusion about other nodes. With fewer than MIN_SETS sets of nodes, the
@@ -173,7 +176,7 @@ def judge_comparisons(
         uses_servers: Mask of the strategies with parameter servers.
         num_started_strategies: Number of strategies with which each comparison began.
         is_judged: Mask of the comparisons to evaluate.
-        margin: Share by which a rival may still be faster than the leader of a decided comparison.
+        margin: Share by which an alternative may still be faster than the leader of a decided comparison.
         min_dropped_log_ratio: Log time ratio above which a single block shows that a strategy is slower.
         node_set_indices: Index of each block's set of nodes, shape [..., comparisons, blocks].
         is_doubtful: Mask of the strategies with a block that contradicts their full run. Doubtful strategies
@@ -267,7 +270,7 @@ def mask_dropped_strategies(look: Look, has_ended: np.ndarray) -> np.ndarray:
     """Return the mask of the strategies that leave the comparison, because they are slower.
 
     A decided comparison keeps them, so that their intervals are reported. Before MIN_BLOCKS blocks the
-    fastest rival stays, so that the next block still compares two strategies.
+    fastest alternative stays, so that the next block still compares two strategies.
 
     Args:
         look: The interim analysis.

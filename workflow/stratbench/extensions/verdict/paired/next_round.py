@@ -123,7 +123,7 @@ def is_comparison_decided(replay: RoundReplay, state: ComparisonState) -> bool:
 
 
 def compute_log_margin(evidence: PairedEvidence) -> float:
-    """Return log(1 + margin), by which a rival may be faster than a decided leader."""
+    """Return log(1 + margin), by which an alternative may be faster than a decided leader."""
     return math.log1p(evidence.margin) + 1e-9
 
 

@@ -61,7 +61,7 @@ class RoundReplay:
             pass
 
     def estimate_segment_disagreement_limit(self, num_blocks: int) -> float | None:
-        """Return the log time ratio of two segments above which a strategy runs a third segment.
+        """Return the largest log time ratio of two segments that needs no third segment.
 
         The limit is estimated from the first `num_blocks` blocks of each comparison. It is None if no
         strategy completed two segments in these blocks.
@@ -402,7 +402,8 @@ class RoundReplay:
                 self.requested_runs.setdefault(
                     self.evidence.make_full_run_cell(comparison, leader, runs)
                 )
-            # If the leader's full runs are slower than predicted, those of the nearest rival may be, too.
+            # If the leader's full runs are slower than predicted, those of the nearest alternative may
+            # be, too.
             rival = max(mean, key=mean.__getitem__, default=None)
             if correction and (correction.nearest_rival in mean or not mean):
                 rival = correction.nearest_rival

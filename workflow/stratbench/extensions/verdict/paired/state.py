@@ -31,10 +31,10 @@ class ComparisonLook:
     #: Distance of von Neumann's ratio below 1, in standard deviations: how similar successive blocks are.
     block_similarity_sds: float
     leader: str
-    #: Upper bound on log(leader's time / rival's time), for any rival.
+    #: Upper bound on log(leader's time / alternative's time), for any alternative.
     max_log_advantage_over_leader: float
     is_leader_fastest: bool
-    #: Log time ratio of each rival to the leader, by name of the rival.
+    #: Log time ratio of each alternative to the leader, by name of the alternative.
     log_ratios_to_leader: dict[str, Ratio]
     slower_strategies: tuple[str, ...]
     equal_strategies: tuple[str, ...]

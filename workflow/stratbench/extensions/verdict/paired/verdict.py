@@ -192,7 +192,7 @@ def iter_doubt_sentences(
 
 
 def describe_block_noise(noise: Noise, margin: float, num_rivals: int) -> str:
-    """Return a text on the noise between blocks, and on the blocks that a conclusion takes.
+    """Return a text on the noise between blocks and the number of necessary blocks.
 
     Args:
         noise: Noise of the blocks.
@@ -306,7 +306,7 @@ def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
 
 
 def format_node_set_count(count: int, sets: Iterable[tuple[str, ...]]) -> str:
-    """Return the number of sets of nodes as text, such as `2 nodes` or `2 sets of nodes`.
+    """Return the number of node sets as text: `2 nodes` or `2 sets of nodes`.
 
     Args:
         count: Number of sets of nodes.
@@ -415,7 +415,7 @@ def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
 
 
 def convert_log_to_share_or_none(log_ratio: float) -> float | None:
-    """Return the share by which a ratio exceeds 1 from its logarithm, or None if infinite."""
+    """Return a ratio minus 1 from the ratio's logarithm. None if the ratio is infinite."""
     ratio = convert_log_to_ratio(log_ratio)
     return None if ratio is None else ratio - 1
 
