@@ -56,7 +56,7 @@ def get_option_defaults(name: str) -> dict[str, Any]:
 
 
 def resolve_options(name: str, chosen_options: Mapping[str, Any], gpus: int) -> dict[str, Any]:
-    """Return all options of a strategy on `gpus` workers: chosen values, and defaults for the rest.
+    """Return all options of a strategy: the chosen values, and defaults for the rest.
 
     Args:
         name: Name of the strategy.

@@ -1,4 +1,4 @@
-"""Checks before the training whether a strategy can train a model, for jobs and the command `check`."""
+"""Checks, before any training, whether a strategy can train a model."""
 
 from __future__ import annotations
 

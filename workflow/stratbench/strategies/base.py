@@ -1,4 +1,4 @@
-"""Defines the interface of a strategy (a way to train with several workers) for the training loop.
+"""Defines the interface of a strategy: a way to train with several workers.
 
 The loop calls, in this order: `setup`; `save`, a few `step`s and `restore` (the warm-up); then for each epoch
 `batches`, `step` for each batch, and `open_evaluation_model`; finally `report` and `close`. A strategy of
@@ -362,7 +362,7 @@ class Strategy:
         return nullcontext()
 
     def forget_batch(self) -> None:
-        """Free everything that depends on the batch size, because the next step may have another size."""
+        """Free everything that depends on the batch size, which may change with the next step."""
 
     @classmethod
     def samples_per_step(cls, s: Settings) -> int:
@@ -395,7 +395,7 @@ class Strategy:
         return 1
 
     def bubble_share(self, gpus: int) -> float | None:
-        """Return the fraction of a step in which a worker waits for other workers' layers (the bubble).
+        """Return the share of a step in which a worker waits for other pipeline stages.
 
         The prediction assumes that all layers are equally slow and that transfers take no time. The result is
         None if the fraction is unknown.
@@ -404,19 +404,19 @@ class Strategy:
 
     @property
     def list_first_steps_by_kind(self) -> tuple[int, ...]:
-        """Indices of the steps at which the kind of work changes, such as to compressed gradients."""
+        """Indices of the steps at which the kind of work changes, such as to compression."""
         return (0,)
 
     @property
     def steps_per_period(self) -> int:
-        """Number of steps after which the kinds of work repeat; 1 if all steps do the same work.
+        """Number of steps after which the work repeats. It is 1 if all steps are alike.
 
         The work repeats only from the last index of `list_first_steps_by_kind` on.
         """
         return 1
 
     def choose_segment_steps(self, discarded: int, timed: int) -> tuple[int, int]:
-        """Return how many steps of a segment (a short timed run) are discarded, and how many are timed.
+        """Return how many steps of a segment are discarded, and how many are timed.
 
         Whole periods of the strategy (`steps_per_period`) are timed. The first steps are discarded, because
         most steps of a training do other work.
@@ -446,7 +446,7 @@ class Strategy:
 
     @property
     def accumulates_repeatedly(self) -> bool:
-        """Whether one backward adds to a gradient several times, so that only the last sum is whole."""
+        """Whether one backward adds to a gradient several times before it is complete."""
         return bool(self.worker.trial and self.worker.trial.repeatedly_added_parameters)
 
     def list_changed_frozen_parameters(self) -> list[Tensor]:
@@ -474,7 +474,7 @@ class Strategy:
         return {}
 
     def list_late_tensors(self) -> list[Tensor]:
-        """Return the persistent tensors that do not exist until a later step than the first creates them."""
+        """Return the persistent tensors that only a step after the first one creates."""
         return []
 
     def reset(self) -> None:
@@ -557,7 +557,7 @@ class Strategy:
         raise NotImplementedError
 
     def communication(self) -> dict[str, Any] | None:
-        """Return the bytes and times of this rank's communication per training step, or None if unknown.
+        """Return the bytes and times of this rank's communication per training step. None if unknown.
 
         The result has `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their
         `method`. If known, it also has mean times per step: `total_ms` of communication, of which

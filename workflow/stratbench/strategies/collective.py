@@ -168,7 +168,7 @@ class Collective(Strategy):
             return self.compute_mean_loss(x, y)
 
     def compute_mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the model's mean loss on one part of a batch, in the model's compiled form if it has one."""
+        """Return the mean loss of the (perhaps compiled) model on one batch part."""
         if self.chunked is None:
             return self.compute_part_loss(self.compiled(x), y)
         with self.chunked.replace_scores_by_loss(y):
@@ -216,7 +216,7 @@ class Collective(Strategy):
         return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
 
     def correct_by_weight(self, loss: Tensor, full_weight: float) -> Tensor:
-        """Rescale gradients and loss, computed with a weight of 1 per target, to the true weights.
+        """Rescale gradients and loss from a weight of 1 per target to the true weights.
 
         Afterwards the loss is the sum over the global batch, divided by the sum of its target weights.
 
@@ -326,7 +326,7 @@ class Collective(Strategy):
         return nullcontext()
 
     def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        """Run forward and backward of one part of a batch; return its share of the mean loss.
+        """Run forward and backward of one batch part; return its share of the mean loss.
 
         Args:
             x: Inputs.
@@ -372,7 +372,7 @@ class Collective(Strategy):
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
     def export_counts(self) -> dict[str, Any]:
-        """Return the number of steps since `reset` and the loss scaler's state, as values for JSON."""
+        """Return the step count and the loss scaler's state as values for JSON."""
         scale = None if self.scaler is None else self.scaler.export_counts()
         return {"steps": self.steps, "scale": scale}
 
@@ -383,7 +383,7 @@ class Collective(Strategy):
             self.scaler.load_counts(counts["scale"])
 
     def optimizer_dtype(self) -> str | None:
-        """Return the dtypes of the optimizer's moments as text, or None if it has no moments."""
+        """Return the dtypes of the optimizer's moments as text. None if it has no moments."""
         from stratbench.telemetry.memory import get_optimizer_state
 
         state = get_optimizer_state(self.optimizer).items()
@@ -428,7 +428,7 @@ def list_dtype_names(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def compile_if_requested(module: nn.Module, s: Settings) -> nn.Module:
-    """Return the module compiled by torch.compile if the setting `compile` is true, else as it is.
+    """Return the module, compiled by torch.compile if the setting `compile` is true.
 
     As PyTorch recommends, the wrapped module is compiled: DDP's buckets divide the graph (DDPOptimizer), and
     FSDP's hooks are between the graphs of its groups. All batches of a training have one shape. The evaluated

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class SixteenBits:
-    """Communication hook of DDP that divides gradients by the number of workers and sends 16 bits.
+    """Communication hook of DDP that sends gradients in 16 bits, divided by the workers' number.
 
     The sum then overflows only where the mean does. torch's own hook for bfloat16 does not support gloo.
     """
@@ -23,7 +23,7 @@ class SixteenBits:
         self._dtype, self._workers = dtype, workers
 
     def average_bucket(self, state, bucket):
-        """Start to average a full bucket of gradients over the workers; return a future of the mean."""
+        """Start to average a bucket of gradients over the workers; return the mean's future."""
         import torch.distributed as dist
 
         buffer = bucket.buffer()
@@ -71,7 +71,7 @@ class PowerSGD:
         )
 
     def average_bucket(self, state, bucket):
-        """Start to average a full bucket of gradients over the workers; return a future of the mean."""
+        """Start to average a bucket of gradients over the workers; return the mean's future."""
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
         compresses = self._state.iter >= self._start
@@ -83,7 +83,7 @@ class PowerSGD:
         return mean
 
     def reset(self) -> None:
-        """Reset the compression error and the step count, so that the next steps are not compressed."""
+        """Reset the compression error and the step count. The next steps are not compressed."""
         self._state = self._make_powersgd_state()
 
     def begin_compression(self) -> None:

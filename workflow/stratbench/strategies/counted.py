@@ -1,4 +1,4 @@
-"""Defines the base of strategies whose communication is counted, because there is no formula for it."""
+"""Defines the base of strategies whose communication is counted, for lack of a formula."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 def no_gradient_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters that got no gradient, for which DDP would wait, with the remedy."""
+    """Return a sentence on parameters that got no gradient, with the remedy."""
     return (
         f"{format_names(parameter_names)} got no gradient in a step, and DDP waits for one from "
         "every parameter; use it in each forward, remove it, or freeze it with requires_grad_(False)"
@@ -135,7 +135,7 @@ class DDP(collective.Collective):
     def explain_fixed_workers(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
-        """Return why workers cannot join and leave with PowerSGD or fp16, or None with other options."""
+        """Return why workers cannot join and leave with PowerSGD or fp16. None with other options."""
         if options.get("compress") == "powersgd":
             return (
                 "each worker keeps PowerSGD's compression error of its own gradients, which is lost with the "

@@ -1,4 +1,4 @@
-"""Defines how a cell's workers are divided into replicas of the model, pipeline stages and tensor workers."""
+"""Defines how workers are divided into replicas of the model, stages and tensor workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_equal_groups(option: str, group_size: int, gpus: int) -> None:
 
 
 class MeshCoordinate(NamedTuple):
-    """Position of a worker in a mesh: numbers of its replica, pipeline stage and tensor worker, from 0."""
+    """Position of a worker in a mesh: replica, pipeline stage and tensor worker, from 0."""
 
     replica: int
     stage: int
@@ -30,7 +30,7 @@ class MeshCoordinate(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Division of a cell's workers into replicas of the model, each with pipeline stages and tensor workers.
+    """Division of a cell's workers into replicas of the model, stages and tensor workers.
 
     Each replica computes on its share of a global batch, whether its states are whole (DDP) or divided among
     the replicas (FSDP). The workers of one replica compute on the same samples. Consecutive ranks are tensor
@@ -67,6 +67,6 @@ class Mesh:
         ) * self.tensor + coordinate.tensor
 
     def reports_for_replica(self, rank: int) -> bool:
-        """Return whether a worker reports the results of its replica: the last stage's first worker does."""
+        """Return whether a worker reports its replica's results, as the last stage's first does."""
         at = self.get_coordinate(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

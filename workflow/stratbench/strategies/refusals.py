@@ -43,7 +43,7 @@ def iter_unshardable_model_reasons(trial: Trial, replaces_parameters: bool = Tru
 
 
 def lost_gradient_hooks_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters with gradient hooks, which would not run on shards; with the remedy."""
+    """Return a sentence on parameters whose gradient hooks sharding would lose, with the remedy."""
     return (
         f"{format_names(parameter_names)} has a gradient hook, which would stay on the whole parameter "
         "while its shards are trained; change the gradient in forward instead (torch.where, detach, an "
@@ -52,7 +52,7 @@ def lost_gradient_hooks_reason(parameter_names: Sequence[str]) -> str:
 
 
 def parameter_read_elsewhere_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward reads from a list or dict, not from their module."""
+    """Return a sentence on parameters that forward does not read from their module's attribute."""
     return (
         f"forward reads {format_names(parameter_names)} from a list or dictionary instead of its module's "
         "attribute, but only the attribute gets the shards that are trained; read the attribute, or use "
@@ -78,7 +78,7 @@ def lost_parameter_changes_reason(parameter_names: Sequence[str]) -> str:
 
 
 def diverging_replicas_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward changes by the batch, so that replicas would differ."""
+    """Return a sentence on parameters that forward changes differently on each replica."""
     return (
         f"forward writes values to {format_names(parameter_names)} that depend on the batch, so the "
         "workers' replicas would diverge; store them in a buffer (register_buffer), or change how forward "
@@ -87,7 +87,7 @@ def diverging_replicas_reason(parameter_names: Sequence[str]) -> str:
 
 
 def repeated_gradient_sum_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters to whose gradient one backward adds several times, with the remedy."""
+    """Return a sentence on parameters whose gradient one backward computes in several sums."""
     return (
         f"backward adds to the gradient of {format_names(parameter_names)} several times, and the first "
         "sum would be used as the whole gradient (reentrant checkpointing calls a block again); checkpoint "

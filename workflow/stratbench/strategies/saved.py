@@ -23,7 +23,7 @@ class Stateful(Protocol):
 
 
 class _HostCopy(NamedTuple):
-    """A copy of a tensor in host memory, so that the warm-up needs no more device memory.
+    """Copy of a tensor in host memory. So the warm-up needs no more device memory.
 
     Attributes:
         copy: The copy.
@@ -35,7 +35,7 @@ class _HostCopy(NamedTuple):
 
 
 class SavedState:
-    """Copy in host memory of a training's state: tensors, an optimizer's state and other objects' states.
+    """Copy of a training's state in host memory: tensors, optimizer and other objects.
 
     `restore_into` makes the originals equal to the copies again, bit for bit.
     """
@@ -78,7 +78,7 @@ class SavedState:
         optimizer: torch.optim.Optimizer | None,
         extra: Sequence[Tensor | Stateful],
     ) -> None:
-        """Copy the saved state into the tensors, the optimizer and other objects from which it was saved.
+        """Copy the saved state back into the tensors, the optimizer and other objects.
 
         State that the optimizer has created since then, such as moments of its first step, is removed.
 

@@ -1,4 +1,4 @@
-"""Loss scaling for fp16 that counts skipped steps, and that workers with sharded gradients can share."""
+"""Defines loss scaling for fp16 that counts skipped steps and can be shared by workers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SharedScaler(ObservableScaler):
             self._skipped += (flag > 0).squeeze()
 
     def export_counts(self) -> dict[str, Any]:
-        """Return the loss scale and step counts as values for JSON, after waiting for the device."""
+        """Wait for the device, and return the loss scale and step counts for JSON."""
         return self.state_dict() | {"skipped": self.count_skipped_steps()}
 
     def load_counts(self, counts: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Clocks of a training run: one for training steps, one for the phases around the training.
+"""Defines two clocks: for training steps, and for the phases around the training.
 
 `StepClock` times epochs and steps without synchronising the device between steps. `Phases` times set-up,
 warm-up, evaluation and other phases outside of the training.
@@ -173,7 +173,7 @@ class StepClock:
 
     @property
     def step_ms(self) -> list[float]:
-        """Time of each step of the ended epochs in ms, in the order of the steps."""
+        """Time in ms of each step of the ended epochs, in order."""
         return self._step_ms.tolist()
 
     @property
@@ -191,7 +191,7 @@ class StepClock:
 
     @property
     def shortest_step_issue_ms(self) -> float | None:
-        """Shortest time in ms in which the host queued a step on the GPU, or None if not measured.
+        """Shortest time in ms in which the host queued a step on the GPU. None if not measured.
 
         Only the first two steps after each `begin_epoch` count. Before the first step there is no time, nor
         on a CPU, where the host is the device. It may include waits for the device if a step has more
@@ -219,7 +219,7 @@ class StepClock:
         self._phases = {name: (n, ms) for name, (n, ms) in measured_times["phases"].items()}
 
     def _record_step_issue_time(self) -> None:
-        """Store how long the host took to queue the training step whose end is being marked."""
+        """Store how long the host took to queue the training step that ends now."""
         now_ns = time.perf_counter_ns()
         took_ms = (now_ns - self._issued_ns) / 1e6
         self._issue_ms = took_ms if self._issue_ms is None else min(took_ms, self._issue_ms)
@@ -254,14 +254,14 @@ class StepClock:
             heartbeat.record_progress()
 
     def _compute_oldest_step_times(self) -> None:
-        """Compute the times of at most two steps, the oldest ones that the device has completed."""
+        """Compute the times of the two oldest steps that the device has completed."""
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():
                 self._compute_step_times(length)
 
     def _compute_step_times(self, length: int) -> None:
-        """Compute the step times of the first `length` marks, the last of which ends a step."""
+        """Compute step times from the first `length` marks, which end with a step."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
         in_step: dict[str, float] = {}

@@ -83,7 +83,7 @@ def _get_collective_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "
 
 
 def find_process_group(arguments: Any) -> torch.distributed.ProcessGroup | None:
-    """Return the process group in the arguments of a collective operator, or None without a group."""
+    """Return the process group in the arguments of a collective operator. None without a group."""
     groups = map(resolve_process_group, tree_leaves(arguments))
     return next((group for group in groups if group is not None), None)
 

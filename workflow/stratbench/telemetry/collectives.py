@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call of a collective: its name, the size of its tensor, and the ranks that take part.
+    """One call of a collective: its name, its tensor's size, and the ranks.
 
     Attributes:
         collective_name: Name of the collective, such as `all_reduce`.
@@ -55,7 +55,7 @@ class CollectiveCall:
         return ranks_per_node % ((self.group_size or world_size) * self.rank_stride) == 0
 
     def count_wire_bytes(self, world_size: int, samples: int = 0) -> float:
-        """Return the bytes that a rank sends if a ring algorithm is used; it receives as many.
+        """Return the bytes that a rank sends, and also receives, by a ring algorithm.
 
         An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, "Bandwidth optimal all-reduce
         algorithms for clusters of workstations", 2009). The bytes of a broadcast are the mean over the ranks.

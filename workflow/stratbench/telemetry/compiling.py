@@ -15,7 +15,7 @@ from typing import Any
 
 
 def missing_compiler_reason(cuda: bool) -> str | None:
-    """Return why torch.compile cannot work on this machine, with the remedy, or None if it can.
+    """Return why torch.compile cannot work on this machine, with the remedy. None if it can.
 
     torch.compile needs a C++ compiler for a CPU, and Triton and a C compiler for a GPU.
     """

@@ -1,4 +1,4 @@
-"""Writes and reads the heartbeat of a worker: the time of its last progress, in a small file.
+"""Writes and reads a worker's heartbeat: a file with the time of its last progress.
 
 The worker's agent uses it to distinguish a cell that hangs from a slow one. The file is on the node's own
 disk and mapped into memory, so that a step needs no system call. This module imports no torch.
@@ -47,7 +47,7 @@ class Heartbeat:
         self._write_times()
 
     def record_step(self) -> None:
-        """Store that a training step has ended or, on CUDA, that the host has queued it."""
+        """Store that a training step has ended (on CUDA: that it is queued)."""
         now_ns = monotonic_ns()
         span_ns = now_ns - self._last_ns
         if span_ns > self._longest_step_ns:
@@ -117,7 +117,7 @@ class HeartbeatReading(NamedTuple):
 
 
 def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> HeartbeatReading | None:
-    """Return the content of a worker's heartbeat file on this node, or None before the worker starts.
+    """Return the content of a worker's heartbeat file on this node. None before the worker starts.
 
     Args:
         path: File of the worker.
@@ -135,7 +135,7 @@ def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> Hear
 
 
 def read_shard_group_calls(path: Path) -> list[int]:
-    """Return the numbers of the shard groups that a worker has called in its present step, in order.
+    """Return, in order, the numbers of the shard groups that a worker's present step called.
 
     The list is empty without a file.
     """

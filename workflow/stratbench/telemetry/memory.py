@@ -1,4 +1,4 @@
-"""Measures the memory of one worker: the peak during training, and the bytes of its model states.
+"""Measures a worker's memory: the peak in training, and bytes of model states.
 
 On a CPU the peak is the kernel's high-water mark of resident memory since a reset. On CUDA it is the peak of
 the caching allocator, beside NVML's values.
@@ -33,7 +33,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class MemoryMeter:
-    """Measures the peak memory that this process uses on one device after a call of `start`.
+    """Meter of the peak memory that this process uses on a device since `start`.
 
     It must be created before the model, since on a CPU the memory in use at its creation is not the
     training's. It must be started after the warm-up. The base then has libraries, weights, optimizer state
@@ -117,7 +117,7 @@ class MemoryMeter:
 
 
 def _read_requested_bytes(device: torch.device) -> dict[str, int]:
-    """Return the peak of the bytes requested from CUDA's allocator, and the bytes for cuBLAS in it.
+    """Return the peak of bytes requested from CUDA's allocator, and cuBLAS's bytes in it.
 
     cuBLAS allocates a workspace per thread and stream with its first matrix product; the function frees these
     workspaces. Requests are counted before the allocator rounds them up.
@@ -138,7 +138,7 @@ def _read_requested_bytes(device: torch.device) -> dict[str, int]:
 
 
 def get_cuda_uuid(device: torch.device) -> str | None:
-    """Return the UUID of a CUDA device (`GPU-...`), or None if torch does not report it."""
+    """Return the UUID of a CUDA device (`GPU-...`). None if torch does not report it."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     if uuid is None:
         return None

@@ -1,4 +1,4 @@
-"""Detects pauses of a node: time spans in which the processes of a cell were stopped.
+"""Detects pauses of a node: time spans in which a cell's processes were stopped.
 
 SLURM may suspend a job, a user may press Ctrl-Z or close a laptop, and a virtual machine may be frozen. A
 thread of the cell's agent then sees its clock jump. On a slow machine the kernel counts how long the thread
@@ -54,7 +54,7 @@ class Pause(NamedTuple):
 
 
 class _ClockReading(NamedTuple):
-    """Values in seconds of two clocks (without and with sleep) and of this thread's waits for a core."""
+    """Seconds on two clocks, and seconds that the reading thread has waited for a core."""
 
     monotonic_s: float
     with_sleep_s: float
@@ -118,7 +118,7 @@ class PauseWatch:
 
 
 def _read_clocks(schedstat_file: Any) -> _ClockReading:
-    """Read the clocks and the waits for a core at one moment; repeat if the thread has just waited."""
+    """Read both clocks and the waits for a core at one moment."""
     while True:
         waited_s = _read_core_wait_s(schedstat_file)
         moment = _ClockReading(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
@@ -152,7 +152,7 @@ def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) ->
 
 
 def iter_worker_pauses(pauses: Sequence[Pause], samples: Path, origin_s: float) -> Iterator[Pause]:
-    """Yield the pauses of the agent in which the cell's other processes used no CPU time, either.
+    """Yield the agent's pauses in which the cell's processes used no CPU time.
 
     In the remaining pauses only the agent may have been stopped.
 

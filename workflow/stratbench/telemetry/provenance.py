@@ -1,4 +1,4 @@
-"""Collects facts on the host and software of a worker by which two records can be compared.
+"""Collects facts on a worker's host and software, for the comparison of records.
 
 Each worker collects it on its own node. Facts that the machine does not offer are absent. Secrets are never
 included: environment variables are selected by an allow-list, and a variable whose name or value looks like a
@@ -50,7 +50,7 @@ def collect_worker_provenance(
 
 
 def collect_host_facts() -> dict[str, Any]:
-    """Return facts on this node, such as its name, cores and memory, and PyTorch's thread counts."""
+    """Return this node's name, cores and memory, and PyTorch's thread counts."""
     threads = {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
@@ -130,7 +130,7 @@ def _list_torch_flags() -> dict[str, Any]:
 
 
 def _call_if_supported(query: Callable[[], Any]) -> Any | None:
-    """Return the result of a query of PyTorch, or None if this build of PyTorch does not support it."""
+    """Return the result of a query of PyTorch. None if this build of PyTorch does not support it."""
     try:
         return query()
     except (AttributeError, RuntimeError, ImportError):

@@ -124,7 +124,7 @@ class Sampler:
 
 
 class CellProcesses:
-    """The processes of a cell on this node, which are listed in a file that the launcher writes.
+    """The processes of a cell on this node, from a file of the launcher.
 
     The launcher appends a line `label pid` per process. A line that ends with `below` includes all
     descendants of the process. A process that has ended is left out.
@@ -138,7 +138,7 @@ class CellProcesses:
         self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
     def read_new_processes(self) -> bool:
-        """Read the lines that the launcher has added to its file, and return whether there are any."""
+        """Read new lines of the launcher's file, and return whether there are any."""
         if self._pids_file is None:
             return False
         try:
@@ -337,7 +337,7 @@ def write_samples_until_stop(
     period_s: float,
     origin_s: float,
 ) -> None:
-    """Write samples of the node, its processes and GPUs to a CSV file until `stop` is set.
+    """Write samples of node, processes and GPUs to a file until `stop` is set.
 
     Args:
         stop: Event that ends the sampling. Set `wake` with it, so that the wait ends.
@@ -378,7 +378,7 @@ def write_samples_until_stop(
 
 
 def find_gpus(names: Iterable[str], nvml: Nvml) -> list[Gpu]:
-    """Return the GPUs with these names, and print the names of GPUs that cannot be sampled."""
+    """Return the GPUs with these names, and print which cannot be sampled."""
     gpus = []
     for name in names:
         if (gpu := nvml.find_gpu_by_name(name)) is not None:
@@ -416,7 +416,7 @@ def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> l
 
 
 def _wait_for_next_sample(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
-    """Wait until the time `due_s`, or until `wake` is set or the parent process has ended.
+    """Wait until `due_s`, until `wake` is set, or until the parent process ends.
 
     Returns:
         False if `wake` has ended the wait, else True.
@@ -444,7 +444,7 @@ def _set_lowest_priority() -> None:
 
 
 def _bind_to_cores(cores: set[int]) -> None:
-    """Bind this process to CPU cores, unless there are none or the system does not support it."""
+    """Bind this process to CPU cores, if any, where the system supports it."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:

@@ -1,4 +1,4 @@
-"""Writes and reads a cell's timeline, with samples of the machine and the phases of the ranks.
+"""Writes and reads a cell's timeline: samples of the machine, and phases of ranks.
 
 Times are seconds since an origin that the launcher sets. Each sample of a sample file has a row per host,
 process and GPU. A field is empty if the machine does not offer its counter. `merge_timeline` adds the phase.
@@ -60,7 +60,7 @@ SAMPLE_COLUMNS = (
 
 
 class PhaseLog:
-    """Log of a rank's phases: a line of JSON with t_s, rank, phase and event for each start and end.
+    """Log of a rank's phases, with a line of JSON per start and end.
 
     `event` is `start` or `end`. Each line is flushed at once, so that a killed rank loses at most its last
     line.
@@ -211,7 +211,7 @@ def compute_energy_joules(
 
 
 class _EnergySeries:
-    """Samples of a GPU over time: (t_s, joules since the driver was loaded), and (t_s, watts)."""
+    """Samples of a GPU over time: total joules, and watts."""
 
     def __init__(self) -> None:
         self.counter: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""The agent of one node: the process that starts, watches and ends a cell's processes on this node.
+"""The agent of a node: it starts, watches and ends a cell's processes there.
 
 If a cell uses one node, its launcher is the agent. Otherwise `srun` starts an agent on each node. A fork
 server forks the processes. The agent never imports torch, so that it can act even if the workers hang.
@@ -284,7 +284,7 @@ def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
 
 
 def compute_extended_deadline_s(job: Job, watch: PauseWatch) -> float | None:
-    """Return the time on this node's monotonic clock at which the time limit ends, including pauses.
+    """Return when the time limit ends on this node's monotonic clock, extended by pauses.
 
     The result is None if there is no limit.
     """

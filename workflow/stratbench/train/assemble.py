@@ -30,7 +30,7 @@ from stratbench.workload.data.sources import DataError
 
 
 def make_record(job: Job, ending: CellEnding) -> Record:
-    """Return the record of a cell that ended with a result (such as ok, oom or timeout)."""
+    """Return the record of a cell that ended with a result, such as oom."""
     # The end of the cell is now: assembling the record may take seconds.
     total_s, finished_at = job.elapsed_s, datetime.now(UTC)
     s, strategy = job.settings, get_strategy_class(job.settings.strategy)
@@ -141,7 +141,7 @@ def build_time_entry(
     totals: dict[str, Any],
     is_gang: bool,
 ) -> dict[str, Any]:
-    """Return the record's entry `time`, except for the breakdown of a step and the total time.
+    """Return the record's entry `time`, except for the step's breakdown and the total.
 
     Args:
         job: Job of the cell.
@@ -224,7 +224,7 @@ def compute_start_skew_ms(workers: list[dict[str, Any]]) -> list[float] | None:
 
 
 def build_profile_entry(job: Job, note: str | None) -> dict[str, Any] | None:
-    """Return the entry `profile` of the record, or None if the profiler has written no trace.
+    """Return the entry `profile` of the record. None if the profiler has written no trace.
 
     `note` is a sentence on what the trace does not contain, or None.
     """
@@ -279,7 +279,7 @@ def get_largest_compile_counts(workers: list[dict[str, Any]]) -> dict[str, float
 
 
 def find_longest_phase_s(workers: list[dict[str, Any]], phase_key: str) -> float | None:
-    """Return the longest time in seconds that a worker spent in a phase, or None if unknown.
+    """Return the longest time in seconds that a worker spent in a phase. None if unknown.
 
     `phase_key` is the phase's key in the results, such as `data_s`.
     """
@@ -289,7 +289,7 @@ def find_longest_phase_s(workers: list[dict[str, Any]], phase_key: str) -> float
 
 
 def find_largest_worker_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the memory values of the worker with the highest peak, and the largest model states."""
+    """Return the highest peak memory of a worker, and the largest model states."""
     if not workers:
         return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
     worst = max(workers, key=lambda w: w["memory"]["peak_bytes"])["memory"]
@@ -305,7 +305,7 @@ def find_largest_worker_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def list_peak_memory_by_stage(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Return the peak memory of each pipeline stage: that of its worker with the highest peak.
+    """Return, for each pipeline stage, the highest peak memory of its workers.
 
     The dict is empty without stages.
     """

@@ -1,4 +1,4 @@
-"""Classifies how a cell ended: with a result (such as ok, oom or timeout), or with an error."""
+"""Classifies how a cell ended: with a result, such as ok, or an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stratbench.workload.users_code import different_group_calls_reason
 
 @dataclass(frozen=True)
 class CellEnding:
-    """How a cell ended: the record's status, or `error`; and the reason, or None if `ok`."""
+    """How a cell ended: the record's status, or `error`; and the reason. None if `ok`."""
 
     status: str
     reason: str | None
@@ -72,7 +72,7 @@ def classify_ending(
 def find_first_reason_with_status(
     workers: Mapping[int, Mapping[str, Any]], status: str
 ) -> str | None:
-    """Return the reason that the first worker with this status gives, or None without such a worker."""
+    """Return the reason that the first worker with this status gives. None without such a worker."""
     return next((w["reason"] for w in workers.values() if w["status"] == status), None)
 
 
@@ -85,7 +85,7 @@ _LOST_PEER = re.compile(
 def find_error_cause(
     workers: Mapping[int, Mapping[str, Any]], reached_time_limit: bool
 ) -> str | None:
-    """Return the first worker's error that is no loss of another worker; else the first error.
+    """Return the first error that is not just the loss of another worker.
 
     Args:
         workers: Results of the workers by rank.
@@ -135,7 +135,7 @@ def classify_collective_ending(
 
 
 def make_hang_or_limit_ending(job: Job, exits: Exits) -> CellEnding:
-    """Return the ending of a cell that the agent ended because it hung or reached its time limit.
+    """Return the ending of a cell that hung or reached its time limit.
 
     Only a slow cell has a result, `timeout`.
     """
@@ -147,7 +147,7 @@ def make_hang_or_limit_ending(job: Job, exits: Exits) -> CellEnding:
 
 
 def make_time_limit_ending(job: Job, failure_reason: str | None) -> CellEnding:
-    """Return the ending of a cell at its time limit: an error with a reason, else `timeout`."""
+    """Return the ending of a cell at its time limit: an error, or `timeout`."""
     return (
         CellEnding("error", failure_reason)
         if failure_reason
@@ -169,7 +169,7 @@ _WATCHDOG_SAYS = (
 
 
 def read_nccl_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Return the last message of NCCL's watchdog in the log of a process that the watchdog ended.
+    """Return the last message of NCCL's watchdog from a process that it ended.
 
     The message is about an error of a communicator, or a collective that took longer than
     `worker.COLLECTIVE_S`. The result is None without such a process.
@@ -216,7 +216,7 @@ def _format_gib(held_bytes: int | None) -> str:
 
 
 def has_oom_kill_since(oom_kills_before: int | None) -> bool:
-    """Return whether the kernel has killed a process for lack of memory since an earlier count.
+    """Return whether the kernel has since killed a process for lack of memory.
 
     `oom_kills_before` is that count, from `count_oom_kills`. Only processes of this control group count.
     """
@@ -226,7 +226,7 @@ def has_oom_kill_since(oom_kills_before: int | None) -> bool:
 def count_oom_kills(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return how many processes of this control group the kernel has killed for lack of memory.
+    """Return how many processes of this control group had no memory and were killed.
 
     The number is 0 if it cannot be read.
 

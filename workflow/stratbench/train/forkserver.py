@@ -1,4 +1,4 @@
-"""The fork server: a process that imports PyTorch once, and from which the processes of cells are forked.
+"""The fork server: it imports PyTorch once, and forks the processes of cells.
 
 Cells on the CPUs of one machine, or in one SLURM job, share a fork server. Snakemake starts it and names its
 folder in STRATBENCH_FORK_SERVER. It imports PyTorch when the first cell connects. A cell on GPUs has a server
@@ -183,7 +183,7 @@ def run_shared_fork_server() -> Iterator[None]:
 
 
 def is_shared_server_on_same_gpus() -> bool:
-    """Return whether the shared fork server was started with the same visible GPUs as this process."""
+    """Return whether the shared fork server was started with this process's visible GPUs."""
     chosen = os.environ.get(VISIBLE_GPUS, "")
     return chosen != "" and chosen == os.environ.get(GPUS_VARIABLE)
 

@@ -1,4 +1,4 @@
-"""Reserves GPUs for a cell by file locks, so that no two cells share a GPU."""
+"""Reserves GPUs by file locks, so that no two cells share a GPU."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _split_gpu_names(visible: str) -> list[str]:
 
 
 def _find_gpu_uuid(name: str, library: nvml.Nvml) -> str | None:
-    """Return the UUID of the GPU with a name as in CUDA_VISIBLE_DEVICES, or None if it is no GPU's.
+    """Return the UUID of the GPU with a name as in CUDA_VISIBLE_DEVICES. None if it is no GPU's.
 
     The result is the name itself if NVML does not work, or for the older names of MIG instances.
     """
@@ -181,7 +181,7 @@ def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]
 
 
 def list_gpu_lock_names(gpus: list[str]) -> dict[str, str]:
-    """Return the name of the lock file of each GPU, as a dict by GPU name.
+    """Return the name of each GPU's lock file as a dict by GPU.
 
     The name is the GPU's full UUID if NVML knows it. A number would not identify the GPU, because a scheduler
     may show every job its own GPU as number 0.
@@ -191,7 +191,7 @@ def list_gpu_lock_names(gpus: list[str]) -> dict[str, str]:
 
 
 def set_visible_gpus(gpus: list[str]) -> None:
-    """Make only these GPUs visible to this process's children, as devices 0, 1 and so on."""
+    """Make only these GPUs visible to this process's children, as devices 0, 1, ..."""
     os.environ[VARIABLE] = ",".join(gpus)
 
 

@@ -1,4 +1,4 @@
-"""Checks that a cell's data and the user's code match the settings, and describes them for the record."""
+"""Checks that data and code match a cell's settings, and describes them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def build_data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_model_entry_without_worker(job: Job) -> dict[str, Any]:
-    """Return the record's entry `model` for a cell in which no worker has built the model."""
+    """Return the record's entry `model` if no worker has built the model."""
     return {
         "parameters": None,
         "trainable_parameters": None,

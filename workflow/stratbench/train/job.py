@@ -71,7 +71,7 @@ class Job:
         return time.monotonic() - self.origin_s
 
     def make_copy_for_node(self, spent_s: float, local: Path) -> Job:
-        """Return a copy of the job for this agent's node, with this node's clock and local folder.
+        """Return a copy of the job with the clock and folder of this node.
 
         The job comes from the launcher's node. If both nodes agree on the date, the start is corrected by the
         seconds that the call of the agent took.
@@ -111,7 +111,7 @@ class Job:
         return rank // self.workers_per_node
 
     def count_workers_on_node_of_rank(self, rank: int) -> int:
-        """Return how many workers run on the node of the worker with this rank, including it."""
+        """Return how many workers run on the node of this rank, including it."""
         return len(self.list_ranks_on_node(self.get_node_of_rank(rank)))
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""The launcher of a cell: it trains the cell, and writes its record or the evidence of a failure.
+"""The launcher of a cell: it trains the cell, and writes the record.
 
 python -m stratbench.train.launch --cell JSON --settings JSON --data DIR --record FILE --logs DIR
 
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Failure(RuntimeError):
-    """Raised if a training has failed, with a line for each process on how it ended."""
+    """Raised if a training has failed, with the exits of its processes."""
 
     def __init__(self, reason: str, processes: Sequence[agent.ProcessExit] = ()) -> None:
         super().__init__(reason)
@@ -86,7 +86,7 @@ class Failure(RuntimeError):
 
 
 class CellOrBlock(Protocol):
-    """What a launcher trains: a cell, or a block (a group of short timed runs for a verdict)."""
+    """Cell, or block of short timed runs, that a launcher trains."""
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -142,7 +142,7 @@ def run_launcher(
 
 
 def format_cell_or_block_title(launched: CellOrBlock) -> str:
-    """Return the kind and the name of a cell or block, to begin a message with."""
+    """Return the kind and name of a cell or block, for messages."""
     return f"{'cell' if isinstance(launched, Cell) else 'block'} {launched}"
 
 

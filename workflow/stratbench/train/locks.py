@@ -1,4 +1,4 @@
-"""Locks a cell so that only one launcher trains it, and creates folders that only the user can read."""
+"""Locks cells against a second launcher, and creates folders that only the user reads."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, boo
 
 
 def lock_cell_as_worker(logs: Path) -> None:
-    """Lock the cell as one of its workers: the next launcher waits until this process has ended.
+    """Make the cell's next launcher wait until this worker process has ended.
 
     Raises:
         BlockingIOError: If the next launcher has started already, because this process's launcher was killed.

@@ -49,7 +49,7 @@ class EpochProgress:
     epoch_results: list[dict[str, Any]] = field(default_factory=list)
 
     def append_epoch(self, entry: dict[str, Any]) -> None:
-        """Append the results of a finished epoch to the list and to the run folder's file."""
+        """Append the results of a finished epoch, also to the run folder's file."""
         self.epoch_results.append(entry)
         if self.folder is not None:
             self.folder.append_epoch_result(entry)
@@ -147,7 +147,7 @@ def train(
 
 
 def find_next_clock_stop(activities: Sequence[Beside]) -> int | None:
-    """Return the number of the step after which the clock must stop for an activity, or None."""
+    """Return the number of the step after which the clock must stop for an activity. None without one."""
     stops = [activity.find_next_stop() for activity in activities]
     return min((stop for stop in stops if stop is not None), default=None)
 
@@ -168,7 +168,7 @@ def call_due_activities(
 
 
 def divergence_reason(mean_losses: dict[str, float], where: str) -> str | None:
-    """Return a sentence on the first mean loss that is not finite, or None if all are.
+    """Return a sentence on the first mean loss that is not finite. None if all are.
 
     Args:
         mean_losses: Mean losses by name (`training`, `test`).

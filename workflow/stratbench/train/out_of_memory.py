@@ -14,7 +14,7 @@ _IN_LOGS = ("MemoryError", "Unable to allocate")
 
 
 def find_out_of_memory_line(lines: list[str]) -> str | None:
-    """Return the last line of a log that reports a lack of memory, or None without such a line."""
+    """Return the last line of a log that reports a lack of memory. None without such a line."""
     matching = (x for x in reversed(lines) if any(sign in x for sign in (*SIGNS, *_IN_LOGS)))
     return next(matching, None)
 
@@ -37,7 +37,7 @@ def is_out_of_memory_error(e: BaseException) -> bool:
 
 
 def _is_gpu_full() -> bool:
-    """Return whether PyTorch's allocator has failed, or less than a tenth of the GPU's memory is free."""
+    """Return whether an allocation has failed, or under a tenth of the GPU is free."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""The process of one worker: it joins the other workers, trains, and writes its measurements as JSON.
+"""The process of one worker: it joins others, trains, and writes its measurements.
 
 The fork server imports this module once, so that forked processes need not import torch. The import must not
 allocate tensors or start threads.
@@ -115,7 +115,7 @@ def exit_immediately(code: int) -> None:
 
 
 class WorkerStart(NamedTuple):
-    """What a worker has before it loads data and model: strategy, device, clocks and meters."""
+    """State of a worker before it loads data and model: strategy, clocks and meters."""
 
     strategy: Strategy
     device: torch.device
@@ -480,7 +480,7 @@ def join_process_group(job: Job, rank: int, device: torch.device) -> None:
 def build_worker_result(
     result: loop.TrainingResult, start: WorkerStart, rank: int
 ) -> dict[str, Any]:
-    """Return the worker's measurements as a dict of JSON values, as the run folder stores them.
+    """Return the worker's measurements as the run folder stores them, as JSON values.
 
     Args:
         result: Measurements of the loop.
@@ -534,6 +534,6 @@ def find_other_programs_on_gpu(job: Job, rank: int) -> dict[str, Any] | None:
 
 
 def format_error_line(e: BaseException) -> str:
-    """Return one line with the type of an exception and the first line of its message."""
+    """Return the type of an exception and the first line of its message."""
     text = str(e).strip().splitlines()
     return f"{type(e).__name__}: {text[0] if text else ''}".rstrip(": ")

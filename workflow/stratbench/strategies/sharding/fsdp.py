@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FSDP(Sharded):
-    """Sharded data parallelism by torch's fully_shard, which is called once per shard group of the model.
+    """Sharded data parallelism by torch's fully_shard, with one call per shard group.
 
     `reshard_after_forward = always` frees a group's gathered parameters after its forward and gathers them
     again for backward (like ZeRO-3). FSDP2 keeps the parameters of no group (the root's) gathered, since
@@ -350,7 +350,7 @@ class FSDP(Sharded):
 def compute_shard_group_size(
     shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int
 ) -> int:
-    """Return among how many workers one copy of the model is sharded; at most among all.
+    """Return among how many workers one copy of the model is sharded.
 
     Args:
         shard_group_size: Value of the option.

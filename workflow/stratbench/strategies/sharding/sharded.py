@@ -1,4 +1,4 @@
-"""Defines the base of strategies that shard the model, so that a worker updates a shard of each parameter."""
+"""Defines the base of strategies in which a worker updates a shard of each parameter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class GroupCalls:
-    """Record of the shard groups that this worker has called: one hash of the sequence per step.
+    """Record of the shard groups that this worker calls, as one hash per step.
 
     Collectives match by their size only, not by their tensors. Workers that gather different groups would sum
     unrelated tensors without an error.

@@ -1,4 +1,4 @@
-"""`zero1` and `zero1-torch`: every worker has the whole model, but only a shard of the optimizer's state."""
+"""`zero1` and `zero1-torch`: each worker has a shard of the optimizer's state only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Bucket:
-    """Flat tensor of some parameters and another of their gradients, each with one equal part per worker.
+    """Flat tensors of some parameters and their gradients, with one equal part per worker.
 
     The parameters are views of `weights`. `weights` and `grads` have shape [n], where the number of workers
     divides n. `own_weights` and `own_grads` are this worker's part of them, shape [n / workers]. The padding
@@ -58,7 +58,7 @@ class Bucket:
 
 
 class ZeRO1(collective.Collective):
-    """Stage 1 of ZeRO (Rajbhandari et al., SC 2020): each worker has a share of the optimizer's state.
+    """Stage 1 of ZeRO (Rajbhandari et al., SC 2020), which shards the optimizer's state.
 
     It sends as much as DDP. Parameters and gradients are in flat buckets, which are divided into one equal
     part per worker, wherever a tensor ends. When backward has filled a bucket, the bucket is reduce-scattered
@@ -216,7 +216,7 @@ class ZeRO1(collective.Collective):
             gather(bucket.weights, bucket.own_weights)
 
     def _broadcast_buffers(self) -> None:
-        """Set the model's buffers on all workers to those of rank 0, by one broadcast per dtype."""
+        """Set all workers' buffers to those of rank 0, by one broadcast per dtype."""
         import torch
         import torch.distributed as dist
 

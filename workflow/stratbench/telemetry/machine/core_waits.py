@@ -1,4 +1,4 @@
-"""Measures how long the threads of this process wait for a CPU core, by counters of the Linux kernel."""
+"""Measures, by Linux's counters, how long this process's threads wait for a core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TASKS = "/proc/self/task"
 
 
 class CoreWaits:
-    """Sum, per thread, of the waits for a CPU core in all spans from `begin_span` to `end_span`."""
+    """Total wait for a CPU core per thread, in spans from `begin_span` to `end_span`."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] | None = None
@@ -31,7 +31,7 @@ class CoreWaits:
 
     @property
     def longest_core_wait_s(self) -> float | None:
-        """Longest time in seconds that a thread has waited for a core in total, or None if not counted.
+        """Longest time in seconds that a thread has waited for a core in total. None if not counted.
 
         A step waits for each of its threads: the main thread, autograd's and those of OpenMP.
         """
@@ -39,7 +39,7 @@ class CoreWaits:
 
 
 def read_core_waits_ns() -> dict[str, int]:
-    """Return how many nanoseconds each thread has waited for a CPU core since its start, by thread id.
+    """Return, by thread id, how many nanoseconds each thread has waited for a core.
 
     The result is empty if the kernel counts none.
     """

@@ -1,4 +1,4 @@
-"""Detects foreign processes (of other programs) on a cell's GPUs, which distort its times and memory.
+"""Detects foreign processes (of other programs) that compute on a cell's GPUs.
 
 The cell's processes descend from its agent, as the fork server and the workers do. A program that only draws
 on a screen is not a foreign process, nor is the server of CUDA's MPS, but their memory counts. Neither torch
@@ -24,7 +24,7 @@ _MPS_SERVERS = ("nvidia-cuda-mps-server",)
 
 
 def identify_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
-    """Return a dict with the index and UUID of a GPU, given its name in CUDA_VISIBLE_DEVICES.
+    """Return the index and UUID of a GPU by its name in CUDA_VISIBLE_DEVICES.
 
     The keys are `index` and `uuid`, or only `name` if NVML does not know the GPU.
     """
@@ -34,7 +34,7 @@ def identify_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
 
 
 def find_worker_gpu(nvml: Nvml, gpu: dict[str, Any]) -> Gpu | None:
-    """Return the GPU with this index or UUID, or None if NVML does not know it."""
+    """Return the GPU with this index or UUID. None if NVML does not know it."""
     return nvml.find_gpu_by_name(str(gpu.get("uuid", gpu.get("index", ""))))
 
 
@@ -55,7 +55,7 @@ def is_mps_server(pid: int) -> bool:
 
 
 def is_foreign_process(pid: int, ancestor_pid: int) -> bool | None:
-    """Return whether a process on a GPU is foreign: it does not belong to the cell.
+    """Return whether a process on a GPU does not belong to the cell.
 
     The result is None for an ended process, and for CUDA's MPS server, which computes for others.
 
@@ -75,7 +75,7 @@ def is_foreign_process(pid: int, ancestor_pid: int) -> bool | None:
 
 
 class ForeignProcessWatch:
-    """Records, in a file, the foreign processes that compute on the cell's GPUs of this node.
+    """Recorder of foreign processes that compute on the cell's GPUs of this node.
 
     It watches only GPUs on which NVML lists a process of the cell: in a container NVML's process numbers may
     be meaningless.
@@ -89,7 +89,7 @@ class ForeignProcessWatch:
         self._found: dict[tuple[int | str | None, int], dict[str, Any]] = {}
 
     def poll_gpus(self, t_s: float) -> None:
-        """Ask NVML for the processes on each GPU, and write the file if there is a new foreign one.
+        """Ask NVML for each GPU's processes. Write the file if a foreign one is new.
 
         Args:
             t_s: Present time in seconds, as it is recorded.
@@ -123,7 +123,7 @@ class ForeignProcessWatch:
 def find_other_gpu_users(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Return which other processes use the GPU of a worker that has no memory left, or None.
+    """Return which other processes use the GPU of a worker that has no memory left. None without one.
 
     Args:
         gpu: The GPU.

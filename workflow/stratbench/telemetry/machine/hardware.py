@@ -114,7 +114,7 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
 
 
 def find_datasheet(device_name: str) -> Datasheet | None:
-    """Return the datasheet of the GPU with this name in torch or NVML, or None if unknown.
+    """Return the datasheet of the GPU with this name in torch or NVML. None if unknown.
 
     The result is None if it is unknown.
 

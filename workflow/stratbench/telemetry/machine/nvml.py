@@ -182,7 +182,7 @@ class Gpu:
         )
 
     def measure_pcie_rates(self) -> dict[str, int]:
-        """Measure the bytes per second that the GPU sends and receives over PCIe, each for 20 ms."""
+        """Measure for 20 ms each the bytes per second sent and received over PCIe."""
         return _drop_none_values(
             pcie_tx_bytes_per_s=_scale_unless_none(
                 self._call_function("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000
@@ -245,7 +245,7 @@ class Gpu:
         return None
 
     def read_process_memory_bytes(self) -> dict[int, int | None]:
-        """Return the bytes of GPU memory of each process that computes on the GPU, by process id.
+        """Return, by process id, the bytes of GPU memory of each computing process.
 
         A program that also draws, as a desktop does, is left out. A process has None if its memory is
         unknown.

@@ -1,4 +1,4 @@
-"""Connects workers on several nodes: rank 0 runs a TCP store, and a shared file has its address."""
+"""Connects workers on several nodes by a TCP store on rank 0's node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts programs on the nodes of this process's SLURM job, and reads facts on the job."""
+"""Starts programs on the nodes of this SLURM job, and reads its facts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_slurm_job_facts() -> dict[str, str]:
 
 
 def read_slurm_job_size() -> tuple[int, int]:
-    """Return this SLURM job's number of nodes, and of cores per node; (1, 1) outside of SLURM."""
+    """Return this SLURM job's number of nodes, and of cores per node. (1, 1) outside of SLURM."""
     facts = read_slurm_job_facts()
     nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))
     return nodes, max(1, cpus // nodes)

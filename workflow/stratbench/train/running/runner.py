@@ -29,7 +29,7 @@ from stratbench.train.standing import WorkerState, hang_reason, read_worker_stat
 
 
 class Runner:
-    """Runner of a cell whose workers are all present from start to end (a gang), and base of others."""
+    """Runner of a cell whose workers all start and end together (a gang)."""
 
     #: Key of the record's entry that `build_section_entry` returns. None: there is no such entry.
     section: ClassVar[str | None] = None
@@ -114,7 +114,7 @@ class Runner:
         return exits, ending
 
     def launch_with_srun(self, job: Job, cpus_per_node: int) -> agent.Exits:
-        """Run an agent on each node of the cell's SLURM job by srun, and return how processes ended.
+        """Run an agent on each node by srun, and return how the processes ended.
 
         Each agent applies the time limit. This function ends agents that do not.
         """
@@ -144,7 +144,7 @@ class Runner:
         return agent.Exits(exits, reached_time_limit=late and ended, has_hung=hung and not late)
 
     def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
-        """Read from files how the processes on all nodes ended, because srun does not report it.
+        """Read how the processes on all nodes ended, which srun does not report.
 
         Args:
             job: Job of the cell.
@@ -204,7 +204,7 @@ class Runner:
         return []
 
     def read_step_times_s(self, job: Job) -> list[list[float]]:
-        """Return the times of all steps in seconds, with one list per process that counts steps."""
+        """Return all steps' times in seconds, with one list per process."""
         workers = job.folder.read_worker_results(job.world_size).values()
         return [[ms / 1e3 for ms in w["step_ms"]] for w in workers]
 
@@ -223,7 +223,7 @@ class Runner:
     def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return the time intervals in which each GPU trained, or None if a GPU's are unknown."""
+        """Return the time intervals in which each GPU trained. None if a GPU's are unknown."""
         return efficiency.read_gpu_training_intervals(job, workers)
 
 
