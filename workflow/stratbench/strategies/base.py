@@ -418,8 +418,8 @@ class Strategy:
     def choose_segment_steps(self, discarded: int, timed: int) -> tuple[int, int]:
         """Return how many steps of a segment are discarded, and how many are timed.
 
-        Whole periods of the strategy (`steps_per_period`) are timed. The first steps are discarded, because
-        most steps of a training do other work.
+        A segment is a short timed run. Whole periods of the strategy (`steps_per_period`) are timed. The
+        first steps are discarded, because most steps of a training do other work.
 
         Args:
             discarded: Smallest number of steps to discard.
@@ -557,7 +557,7 @@ class Strategy:
         raise NotImplementedError
 
     def communication(self) -> dict[str, Any] | None:
-        """Return the bytes and times of this rank's communication per training step. None if unknown.
+        """Return bytes and times of this rank's communication per training step. None if unknown.
 
         The result has `sent_bytes_per_step` and `received_bytes_per_step` (means over ranks) with their
         `method`. If known, it also has mean times per step: `total_ms` of communication, of which

@@ -372,7 +372,7 @@ class Collective(Strategy):
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
     def export_counts(self) -> dict[str, Any]:
-        """Return the step count and the loss scaler's state as values for JSON."""
+        """Return the step count since `reset` and the loss scaler's state as JSON values."""
         scale = None if self.scaler is None else self.scaler.export_counts()
         return {"steps": self.steps, "scale": scale}
 

@@ -87,7 +87,7 @@ def diverging_replicas_reason(parameter_names: Sequence[str]) -> str:
 
 
 def repeated_gradient_sum_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters whose gradient one backward computes in several sums."""
+    """Return a sentence with a remedy on parameters to whose gradient one backward adds repeatedly."""
     return (
         f"backward adds to the gradient of {format_names(parameter_names)} several times, and the first "
         "sum would be used as the whole gradient (reentrant checkpointing calls a block again); checkpoint "

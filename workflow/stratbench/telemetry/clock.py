@@ -254,7 +254,7 @@ class StepClock:
             heartbeat.record_progress()
 
     def _compute_oldest_step_times(self) -> None:
-        """Compute the times of the two oldest steps that the device has completed."""
+        """Compute the times of at most two steps: the oldest that the device has completed."""
         for _ in range(2):
             length = self._labels.index(_STEP) + 1
             if length < len(self._labels) and self._stamps[length].query():

@@ -118,7 +118,10 @@ class PauseWatch:
 
 
 def _read_clocks(schedstat_file: Any) -> _ClockReading:
-    """Read both clocks and the waits for a core at one moment."""
+    """Read the clocks and the thread's total wait for a core at one moment.
+
+    The reading is repeated if the thread has waited meanwhile.
+    """
     while True:
         waited_s = _read_core_wait_s(schedstat_file)
         moment = _ClockReading(time.monotonic(), time.clock_gettime(_WITH_SLEEP), waited_s)
@@ -152,7 +155,7 @@ def _find_pause(before: _ClockReading, now: _ClockReading, shortest_s: float) ->
 
 
 def iter_worker_pauses(pauses: Sequence[Pause], samples: Path, origin_s: float) -> Iterator[Pause]:
-    """Yield the agent's pauses in which the cell's processes used no CPU time.
+    """Yield the agent's pauses in which the cell's other processes used no CPU time.
 
     In the remaining pauses only the agent may have been stopped.
 

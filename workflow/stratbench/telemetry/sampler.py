@@ -444,7 +444,7 @@ def _set_lowest_priority() -> None:
 
 
 def _bind_to_cores(cores: set[int]) -> None:
-    """Bind this process to CPU cores, if any, where the system supports it."""
+    """Bind this process to CPU cores. Do nothing without cores, or if the system cannot bind."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     try:

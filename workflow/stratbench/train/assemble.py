@@ -289,7 +289,11 @@ def find_longest_phase_s(workers: list[dict[str, Any]], phase_key: str) -> float
 
 
 def find_largest_worker_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the highest peak memory of a worker, and the largest model states."""
+    """Return the memory values in bytes of the worker with the highest peak.
+
+    The entry `model_states` comes from the worker with the largest model states. All values are None without
+    workers.
+    """
     if not workers:
         return dict.fromkeys(("method", "peak_bytes", "peak_over_base_bytes", "model_states"))
     worst = max(workers, key=lambda w: w["memory"]["peak_bytes"])["memory"]
@@ -305,7 +309,7 @@ def find_largest_worker_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def list_peak_memory_by_stage(workers: list[dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
-    """Return, for each pipeline stage, the highest peak memory of its workers.
+    """Return the highest peak memory of a worker in bytes, per pipeline stage.
 
     The dict is empty without stages.
     """

@@ -65,7 +65,7 @@ def sum_peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | Non
 def build_communication_entry(
     workers: list[dict[str, Any]], totals: dict[str, Any], is_gang: bool = True
 ) -> dict[str, Any] | None:
-    """Return the mean bytes that a worker communicates per step, and the times.
+    """Return a worker's mean communication per step: bytes sent, bytes received, and times in ms.
 
     The result is None if no worker reports its traffic.
 
@@ -139,7 +139,7 @@ def compute_bubble_share(workers: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def read_gpu_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) -> Intervals | None:
-    """Return the time intervals in which each GPU trained. None if a GPU's are unknown."""
+    """Return the time intervals in which each GPU trained. None if those of any GPU are unknown."""
     if len(workers) < job.world_size:
         return None
     intervals: Intervals = {}
@@ -157,7 +157,7 @@ def read_gpu_training_intervals(job: Job, workers: Sequence[Mapping[str, Any]]) 
 def build_energy_entry(
     job: Job, totals: dict[str, Any], intervals: Intervals | None
 ) -> dict[str, float] | None:
-    """Return the joules that the cell's GPUs used in training, also per sample.
+    """Return the joules that GPUs used during training steps, in total and per sample.
 
     Only applied samples count. CPUs, host memory and other parts of the machine are not included. The result
     is None if the energy of a GPU is not known, as after a restart.

@@ -85,7 +85,9 @@ _LOST_PEER = re.compile(
 def find_error_cause(
     workers: Mapping[int, Mapping[str, Any]], reached_time_limit: bool
 ) -> str | None:
-    """Return the first error that is not just the loss of another worker.
+    """Return the first worker error that does not report the loss of another worker.
+
+    If all errors report such a loss, the result is the first error, or None at the time limit.
 
     Args:
         workers: Results of the workers by rank.
@@ -137,7 +139,7 @@ def classify_collective_ending(
 def make_hang_or_limit_ending(job: Job, exits: Exits) -> CellEnding:
     """Return the ending of a cell that hung or reached its time limit.
 
-    Only a slow cell has a result, `timeout`.
+    The agent has ended the cell's processes. Only a slow cell has a result, `timeout`.
     """
     if exits.has_hung:
         return CellEnding(
@@ -147,7 +149,7 @@ def make_hang_or_limit_ending(job: Job, exits: Exits) -> CellEnding:
 
 
 def make_time_limit_ending(job: Job, failure_reason: str | None) -> CellEnding:
-    """Return the ending of a cell at its time limit: an error, or `timeout`."""
+    """Return the ending of a cell at its time limit. It is `timeout` unless a failure reason is given."""
     return (
         CellEnding("error", failure_reason)
         if failure_reason
@@ -169,7 +171,7 @@ _WATCHDOG_SAYS = (
 
 
 def read_nccl_watchdog_reason(job: Job, killed: Sequence[ProcessExit]) -> str | None:
-    """Return the last message of NCCL's watchdog from a process that it ended.
+    """Return the last log message of NCCL's watchdog in a process that the watchdog ended.
 
     The message is about an error of a communicator, or a collective that took longer than
     `worker.COLLECTIVE_S`. The result is None without such a process.
@@ -216,7 +218,7 @@ def _format_gib(held_bytes: int | None) -> str:
 
 
 def has_oom_kill_since(oom_kills_before: int | None) -> bool:
-    """Return whether the kernel has since killed a process for lack of memory.
+    """Return whether the kernel's OOM killer has killed a process since an earlier count.
 
     `oom_kills_before` is that count, from `count_oom_kills`. Only processes of this control group count.
     """
@@ -226,7 +228,7 @@ def has_oom_kill_since(oom_kills_before: int | None) -> bool:
 def count_oom_kills(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return how many processes of this control group had no memory and were killed.
+    """Return how many processes of this control group the kernel's OOM killer has killed.
 
     The number is 0 if it cannot be read.
 

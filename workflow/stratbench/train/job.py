@@ -71,7 +71,7 @@ class Job:
         return time.monotonic() - self.origin_s
 
     def make_copy_for_node(self, spent_s: float, local: Path) -> Job:
-        """Return a copy of the job with the clock and folder of this node.
+        """Return a copy of the job with this node's clock and local folder.
 
         The job comes from the launcher's node. If both nodes agree on the date, the start is corrected by the
         seconds that the call of the agent took.

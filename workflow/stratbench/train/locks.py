@@ -148,7 +148,7 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, boo
 
 
 def lock_cell_as_worker(logs: Path) -> None:
-    """Make the cell's next launcher wait until this worker process has ended.
+    """Lock the cell as one of its workers. The next launcher waits until this process has ended.
 
     Raises:
         BlockingIOError: If the next launcher has started already, because this process's launcher was killed.

@@ -147,7 +147,7 @@ def train(
 
 
 def find_next_clock_stop(activities: Sequence[Beside]) -> int | None:
-    """Return the number of the step after which the clock must stop for an activity. None without one."""
+    """Return the next step number after which an activity needs the clock to stop. None if never."""
     stops = [activity.find_next_stop() for activity in activities]
     return min((stop for stop in stops if stop is not None), default=None)
 

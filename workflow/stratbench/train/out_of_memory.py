@@ -37,7 +37,10 @@ def is_out_of_memory_error(e: BaseException) -> bool:
 
 
 def _is_gpu_full() -> bool:
-    """Return whether an allocation has failed, or under a tenth of the GPU is free."""
+    """Return whether PyTorch's allocator has failed or the GPU's memory is almost full.
+
+    Memory is almost full if less than a tenth is free. The allocator's cached memory counts as free.
+    """
     import torch
 
     if not torch.cuda.is_initialized():

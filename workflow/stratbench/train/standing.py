@@ -198,8 +198,7 @@ def read_innermost_call(path: Path) -> str | None:
 def failed_at_limit_reason(job: Job) -> str | None:
     """Return why a cell that reached its time limit counts as failed. None if it was only slow.
 
-    The cell counts as failed if no worker had taken a step, or
-    if it hung (`hang_reason`).
+    The cell counts as failed if no worker had taken a step, or if it hung (`hang_reason`).
     """
     standings = read_worker_states(job)
     results = job.folder.read_worker_results(job.world_size)
@@ -226,7 +225,7 @@ def read_worker_states(job: Job) -> dict[int, WorkerState]:
 
 
 def find_first_step_with_unequal_calls(standings: Mapping[int, WorkerState]) -> int | None:
-    """Return the number of the step in which two workers called different shard groups. None without one.
+    """Return the step in which two workers called different shard groups. None without a difference.
 
     Steps count from 1. If a worker has only called fewer groups than another, that is no difference, because
     the worker may be slower.

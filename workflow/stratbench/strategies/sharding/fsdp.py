@@ -350,7 +350,7 @@ class FSDP(Sharded):
 def compute_shard_group_size(
     shard_group_size: int | Literal["all", "node"], gpus: int, per_node: int
 ) -> int:
-    """Return among how many workers one copy of the model is sharded.
+    """Return over how many workers one copy of the model is sharded. The number is at most `gpus`.
 
     Args:
         shard_group_size: Value of the option.

@@ -31,7 +31,7 @@ class CoreWaits:
 
     @property
     def longest_core_wait_s(self) -> float | None:
-        """Longest time in seconds that a thread has waited for a core in total. None if not counted.
+        """Longest total time in seconds that a thread has waited for a core. None if not counted.
 
         A step waits for each of its threads: the main thread, autograd's and those of OpenMP.
         """
@@ -39,9 +39,9 @@ class CoreWaits:
 
 
 def read_core_waits_ns() -> dict[str, int]:
-    """Return, by thread id, how many nanoseconds each thread has waited for a core.
+    """Return each thread's total wait for a CPU core in nanoseconds, by thread id.
 
-    The result is empty if the kernel counts none.
+    A thread's waits count from its start. The result is empty if the kernel counts none.
     """
     waits = {}
     try:

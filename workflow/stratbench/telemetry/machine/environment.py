@@ -59,7 +59,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_name_of_number(name: str) -> bool:
-    """Return whether a variable with this name is secret even as a number.
+    """Return whether a variable with this name is secret although its value is a number.
 
     A number named `api_key` is secret, but a number named `token_dim` is not.
     """

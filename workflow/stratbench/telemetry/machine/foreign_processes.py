@@ -123,7 +123,7 @@ class ForeignProcessWatch:
 def find_other_gpu_users(
     gpu: Gpu, ancestor_pid: int, own_pid: int, allocated_bytes: int | None
 ) -> dict[str, Any] | None:
-    """Return which other processes use the GPU of a worker that has no memory left. None without one.
+    """Return the other users of a GPU on which a worker ran out of memory. None without other users.
 
     Args:
         gpu: The GPU.

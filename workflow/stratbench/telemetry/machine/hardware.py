@@ -114,9 +114,7 @@ _TABLE: tuple[tuple[str, Datasheet], ...] = (
 
 
 def find_datasheet(device_name: str) -> Datasheet | None:
-    """Return the datasheet of the GPU with this name in torch or NVML. None if unknown.
-
-    The result is None if it is unknown.
+    """Return the datasheet of the GPU with this torch or NVML name. None if unknown.
 
     PCIe boards are listed with their PCIe link, although a bridge between two boards is faster.
     """

@@ -182,7 +182,10 @@ class Gpu:
         )
 
     def measure_pcie_rates(self) -> dict[str, int]:
-        """Measure for 20 ms each the bytes per second sent and received over PCIe."""
+        """Measure the bytes per second that the GPU sends and receives over PCIe.
+
+        Each of the two measurements takes 20 ms.
+        """
         return _drop_none_values(
             pcie_tx_bytes_per_s=_scale_unless_none(
                 self._call_function("nvmlDeviceGetPcieThroughput", _PCIE_TX), 1000

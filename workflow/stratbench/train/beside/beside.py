@@ -48,7 +48,7 @@ class Beside:
         return TrainingStart()
 
     def find_next_stop(self) -> int | None:
-        """Return the step after which the clock must stop for this activity. None without one."""
+        """Return the step number after which this activity needs the clock to stop. None if never."""
         return None
 
     def act_after_step(self, step: int, losses: list[Tensor]) -> None:

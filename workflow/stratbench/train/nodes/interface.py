@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
 
 
 def list_other_nodes(own_name: str) -> Iterable[str]:
-    """Return the names of the other nodes of this SLURM job or step. None outside of SLURM."""
+    """Return the names of the other nodes of this SLURM job or step. Empty outside of SLURM."""
     listed = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
     names = read_command_output(["scontrol", "show", "hostnames", listed]) if listed else None
     return [name for name in (names or "").split() if name != own_name]

@@ -20,7 +20,7 @@ Trained = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
 def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
-    """Return the time intervals in which the workers with these ranks trained."""
+    """Return the time intervals in which these ranks trained, from the workers' phase logs."""
     return [
         p
         for p in read_phase_intervals(map(job.folder.get_phase_log_path, ranks))
@@ -40,7 +40,9 @@ def is_deadline_over(deadline_s: float, watch: PauseWatch) -> bool:
 def write_worker_pauses(
     job: Job, node: int, watch: PauseWatch, earlier_pauses: Sequence[dict[str, Any]] = ()
 ) -> None:
-    """Write the pauses of a node's workers to the run folder, if any.
+    """Write the pauses in which a node's workers were stopped to the run folder.
+
+    Nothing is written without a pause.
 
     Args:
         job: Job of the cell.

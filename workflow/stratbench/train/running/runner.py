@@ -204,7 +204,7 @@ class Runner:
         return []
 
     def read_step_times_s(self, job: Job) -> list[list[float]]:
-        """Return all steps' times in seconds, with one list per process."""
+        """Return all step times in seconds, with one list per process that counts steps."""
         workers = job.folder.read_worker_results(job.world_size).values()
         return [[ms / 1e3 for ms in w["step_ms"]] for w in workers]
 
@@ -223,7 +223,7 @@ class Runner:
     def read_gpu_intervals(
         self, job: Job, workers: Sequence[Mapping[str, Any]]
     ) -> efficiency.Intervals | None:
-        """Return the time intervals in which each GPU trained. None if a GPU's are unknown."""
+        """Return the time intervals in which each GPU trained. None if those of any GPU are unknown."""
         return efficiency.read_gpu_training_intervals(job, workers)
 
 
