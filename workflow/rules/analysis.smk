@@ -12,7 +12,7 @@ report: "../report/workflow.rst"
 onsuccess:
     if internals.get_jobs(workflow, rules.write_report):
         print(
-            wrap_lines(brief.iter_answer_lines(Path(RESULTS, STUDY.name))),
+            wrap_lines(brief.iter_study_summary_lines(Path(RESULTS, STUDY.name))),
             flush=True,
         )
     for end in AFTER_JOBS:
