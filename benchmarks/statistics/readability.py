@@ -88,14 +88,19 @@ def read_items() -> dict[str, list[Item]]:
 def iter_code(tree: ast.Module, where: str) -> Iterator[tuple[str, str]]:
     """Yield names, docstrings, fields and the strings that users read, each with its kind."""
     unread = _unread_strings(tree)
+    class_by_method = {
+        method: node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+    }
     for node in ast.walk(tree):
         documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
             name = getattr(node, "name", "module")
             yield "docstring", f"{name}: {_first_paragraph(docstring)}"
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
-            returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-            yield "function name", f"{node.name}({ast.unparse(node.args)}){returns}"
+            yield "function name", render_signature(node, class_by_method.get(node, ""))
         if isinstance(node, ast.ClassDef) and any(
             "dataclass" in ast.unparse(d) for d in node.decorator_list
         ):
@@ -121,6 +126,24 @@ def iter_code(tree: ast.Module, where: str) -> Iterator[tuple[str, str]]:
                 and "\n" not in text
             ):
                 yield "report sentence", text
+
+
+def render_signature(function: ast.FunctionDef, class_name: str) -> str:
+    """Return a function as a call site shows it: a method with its class, a property without arguments.
+
+    Args:
+        function: The function.
+        class_name: Class of a method. Empty for a function.
+    """
+    returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
+    name = f"{class_name}.{function.name}" if class_name else function.name
+    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+    if any("property" in decorator for decorator in decorators):
+        return f"{name}{returns}"
+    arguments = ast.unparse(function.args)
+    if class_name and "staticmethod" not in decorators:
+        arguments = re.sub(r"^(self|cls)(, )?", "", arguments)
+    return f"{name}({arguments}){returns}"
 
 
 def _unread_strings(tree: ast.Module) -> set[int]:
@@ -166,6 +189,8 @@ def iter_comments(source: str) -> Iterator[tuple[str, str]]:
         ):
             continue
         text, row = token.string.lstrip("#: "), token.start[0]
+        if text.startswith("----"):  # a divider between parts of a file
+            continue
         code = token.line[: token.start[1]].strip()
         following = lines[row].strip() if row < len(lines) else ""
         if code:

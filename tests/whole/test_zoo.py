@@ -326,7 +326,7 @@ REFUSED: dict[str, dict[str, str]] = {
         FSDP, "forward reads stem.weight, stem.bias, head.weight, head.bias from a list"
     )
     | dict.fromkeys(DDP, "mid.weight, mid.bias got no gradient in a step"),
-    "TiedByMemory": dict.fromkeys(WAYS, "tie them by assigning the parameter"),
+    "TiedByMemory": dict.fromkeys(WAYS, "assign the parameter itself"),
     "OwnClass": dict.fromkeys(FSDP, "forward uses the class or an attribute of gain"),
     "OneBuffer": dict.fromkeys(PS, "servers hand a batch to whichever worker is free"),
     "Teacher": LOST | dict.fromkeys(PS, NOT_KEPT),

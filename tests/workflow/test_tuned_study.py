@@ -13,12 +13,17 @@ from tiny_study import Workflow, tiny_config
 from stratbench.cell.files import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+#: How long a step sleeps, so that the best combination is known on a busy machine, too.
+SLEEPS = """\
+        checkpointing = bool(self.worker.settings.activation_checkpointing)
+        __import__("time").sleep(0.06 * ((parts > 1) + checkpointing))
+"""
 FILES = ("--configfile", "config.yaml", "results/tiny/tune/config.yaml")
 
 
 @pytest.fixture(scope="module")
 def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
-    """A GPT on two processes, on whose batch of two samples accumulating can only lose.
+    """A GPT on two processes, where accumulation and checkpointing lose: each makes a step sleep.
 
     Values to try are few: each block trains every combination twice.
     """
@@ -39,6 +44,8 @@ def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
     space = "workflow/stratbench/extensions/tune/space.py"
     workflow.change_code(space, '(False, "selective", True)', "(False, True)")
     workflow.change_code("workflow/stratbench/strategies/ddp.py", "tried=[100]", "tried=[]")
+    parts = "        parts = self.worker.settings.gradient_accumulation_steps\n"
+    workflow.change_code("workflow/stratbench/strategies/collective.py", parts, parts + SLEEPS)
     rules = "workflow/stratbench/extensions/verdict/block_rules.py"
     workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 8, 12")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
