@@ -80,12 +80,12 @@ class KnownValueFakeMode(FakeTensorMode):
             aten.empty.memory_format, types, size, {"dtype": a.dtype, "device": a.device}
         )
 
-    def _compute_real_result(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _compute_real_result(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the real result of an operator on fake tensors.
 
         The result is None if the values of its operands are unknown, or if they are too large.
         """
-        recipe = self._build_recipe(op, args, kwargs, 1)
+        recipe = self._build_recipe(operator, args, kwargs, 1)
         if (
             recipe is None
             or sum(r.num_elements for r in _collect_recipes(recipe, set())) > MAX_NUMBERS
@@ -93,13 +93,13 @@ class KnownValueFakeMode(FakeTensorMode):
             return None
         return _compute_real_operand(recipe, {})
 
-    def _store_recipe(self, op: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def _store_recipe(self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Attach a recipe to an operator's result, unless the result's values depend on data."""
         recipe = None
         if isinstance(result, Tensor) and result.layout is torch.strided:
-            recipe = self._build_recipe(op, args, kwargs, result.numel())
-        if has_mutable_argument(op):
-            for tensor in _iter_written_operands(op, args, kwargs):
+            recipe = self._build_recipe(operator, args, kwargs, result.numel())
+        if has_mutable_argument(operator):
+            for tensor in _iter_written_operands(operator, args, kwargs):
                 # An in-place write changes all views of a storage. Counting it invalidates their recipes.
                 if (
                     tensor.layout is torch.strided
@@ -112,10 +112,10 @@ class KnownValueFakeMode(FakeTensorMode):
             result.recipe = recipe, self._written.setdefault(_get_tensor_storage_key(result), 0)
 
     def _build_recipe(
-        self, op: Any, args: Any, kwargs: dict[str, Any], num_elements: int
+        self, operator: Any, args: Any, kwargs: dict[str, Any], num_elements: int
     ) -> Recipe | None:
         first = []
-        if op.overloadpacket in SHAPED:
+        if operator.overloadpacket in SHAPED:
             like, *args = args
             shaped = {"dtype": like.dtype}
             first = [Recipe(aten.empty.memory_format, [list(like.shape)], shaped, num_elements, 1)]
@@ -124,13 +124,15 @@ class KnownValueFakeMode(FakeTensorMode):
             named = {key: self._get_operand_recipe(value) for key, value in kwargs.items()}
         except _Unknown:
             return None
-        if torch.Tag.nondeterministic_seeded in op.tags or "empty" in op.__name__:
+        if torch.Tag.nondeterministic_seeded in operator.tags or "empty" in operator.__name__:
             return None
         steps = 1 + max(
             (r.num_operations for r in _iter_operand_recipes([operands, list(named.values())])),
             default=0,
         )
-        return Recipe(op, operands, named, num_elements, steps) if steps <= MAX_STEPS else None
+        return (
+            Recipe(operator, operands, named, num_elements, steps) if steps <= MAX_STEPS else None
+        )
 
     def _get_operand_recipe(self, operand: Any) -> Any:
         """Return an operand with tensors replaced by their recipes. Raise _Unknown without a recipe."""
@@ -177,9 +179,9 @@ def _get_tensor_storage_key(tensor: Tensor) -> int:
     return get_storage_key(tensor.untyped_storage())
 
 
-def _iter_written_operands(op: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+def _iter_written_operands(operator: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operator's operands to which it writes."""
-    for i, argument in enumerate(get_schema_arguments(op)):
+    for i, argument in enumerate(get_schema_arguments(operator)):
         if argument.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             each = value if isinstance(value, list | tuple) else [value]

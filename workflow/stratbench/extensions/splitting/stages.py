@@ -33,6 +33,8 @@ SCHEDULES = {
 #: Bytes of a parameter's training states per byte of the parameter: itself, its gradient and AdamW's two
 #: moments.
 STATES = 4
+#: Largest cost of a stage, and the index after the last unit of each stage.
+LargestCost, StageEnds = float, tuple[int, ...]
 
 
 class MeasuredUnit(NamedTuple):
@@ -137,7 +139,7 @@ def balance_stages(units: Sequence[MeasuredUnit], pending_microbatches: Sequence
 
 def _minimize_largest_stage_cost(
     compute_cost: Callable[[int, int, int], float], num_units: int, num_stages: int
-) -> tuple[float, tuple[int, ...]]:
+) -> tuple[LargestCost, StageEnds]:
     """Divide units into stages so that the largest stage cost is as small as possible.
 
     The result is this cost, and the index after the last unit of each stage.
@@ -149,7 +151,7 @@ def _minimize_largest_stage_cost(
         num_stages: Number of stages.
     """
     # For each number of units: how they are best divided into the stages so far, and the largest cost.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
+    best: dict[int, tuple[LargestCost, StageEnds]] = {0: (0, ())}
     for stage in range(1, num_stages + 1):
         ways = {
             end: [

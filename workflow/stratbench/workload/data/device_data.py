@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from stratbench.cell.settings import Settings
 
+    # Inputs and targets of a batch.
+    InputsAndTargets = tuple[torch.Tensor, torch.Tensor]
+
 #: Number of images, waveforms or tokens per batch of the evaluation.
 EVAL_IMAGES, EVAL_WAVEFORMS, EVAL_TOKENS = 512, 64, 8192
 
@@ -143,7 +146,7 @@ def make_example_batch(
     memory_format: torch.memory_format,
     has_value_targets: bool = False,
     has_one_target_per_text: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> InputsAndTargets:
     """Return inputs and targets shaped like a training batch, for trial steps without data.
 
     Args:
@@ -266,7 +269,7 @@ class DeviceData(ABC):
 
     def make_training_batch(
         self, indices: torch.Tensor, augmentation: Augmentation | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> InputsAndTargets:
         """Return a batch of training samples in the model's input format, and their targets.
 
         Args:
@@ -282,7 +285,7 @@ class DeviceData(ABC):
 
     def create_warmup_batch_function(
         self, samples: int, settings: Settings
-    ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Callable[[], InputsAndTargets]:
         """Return a function that makes a training batch, for steps before the training (warm-up)."""
         import torch
 
@@ -306,7 +309,7 @@ class DeviceData(ABC):
         """Whether batches are fetched from host memory in advance, so that `prefetch` has an effect."""
         return self._rows is not None
 
-    def make_test_batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_test_batch(self, start: int, stop: int) -> InputsAndTargets:
         """Return the test samples from `start` to `stop` (exclusive), without augmentation."""
         rows = (a[start:stop].to(self.device) for a in (self.test_inputs, self.test_targets))
         return self._convert_stored_batch(*rows)
@@ -317,7 +320,7 @@ class DeviceData(ABC):
         inputs: torch.Tensor,
         targets: torch.Tensor,
         augmentation_rows: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> InputsAndTargets:
         """Return a batch in the model's input format, made of stored samples on the device.
 
         Args:
@@ -335,7 +338,7 @@ class Texts(DeviceData):
         inputs: torch.Tensor,
         targets: torch.Tensor,
         augmentation_rows: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> InputsAndTargets:
         return inputs.long(), targets.long()
 
 
@@ -362,7 +365,7 @@ class Waveforms(DeviceData):
         inputs: torch.Tensor,
         targets: torch.Tensor,
         augmentation_rows: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> InputsAndTargets:
         return (inputs * self._scale).add_(self._offset), targets
 
 
@@ -432,7 +435,7 @@ class Images(DeviceData):
         inputs: torch.Tensor,
         targets: torch.Tensor,
         augmentation_rows: Sequence[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> InputsAndTargets:
         # Images that stay in host memory were not enlarged when the data set was loaded.
         if inputs.shape[2:] != self._size:
             inputs = enlarge_images(inputs, *self._size)

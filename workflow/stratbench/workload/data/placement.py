@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
+    Inputs = Targets = torch.Tensor
+    AugmentationRows = list[torch.Tensor]
+
 #: Number of batches on the device at a time: the current one and the next one.
 BUFFERED_BATCHES = 2
 
@@ -100,7 +103,7 @@ class HostRows:
 
     def take_fetched_batch(
         self, indices: torch.Tensor, augmentation_tables: Sequence[torch.Tensor] | None
-    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor] | None]:
+    ) -> tuple[Inputs, Targets, AugmentationRows | None]:
         """Return a batch on the device: its inputs, its targets and its augmentation, if any.
 
         The batch is fetched now if it was not fetched in advance. The second fetch after this call overwrites

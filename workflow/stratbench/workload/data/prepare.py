@@ -28,7 +28,7 @@ def prepare_data_set(
     root: str | Path | None = None,
     download: bool = True,
     spec: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> prepared.Metadata:
     """Write the arrays and metadata of a data set to a folder. Return the metadata.
 
     If the folder already has this data set intact, it stays. The folder is either complete or missing, and
@@ -69,7 +69,7 @@ def prepare_data_set(
 
 def _prepare_own_data_set(
     own_data_set: own_data.OwnData, out_dir: Path, spec: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> prepared.Metadata:
     """Write the arrays and metadata of a user's data set to a folder. Return the metadata.
 
     Raises:
@@ -107,7 +107,7 @@ def _prepare_data_set_unless_intact(
     requested_metadata: Mapping[str, Any],
     out_dir: Path,
     open_source: Callable[[Path], tuple[Source, Dataset]],
-) -> dict[str, Any]:
+) -> prepared.Metadata:
     """Prepare a data set in a folder, unless the folder has it intact. Return its metadata.
 
     Args:

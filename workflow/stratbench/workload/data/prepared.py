@@ -29,8 +29,12 @@ if TYPE_CHECKING:
 
     from stratbench.workload.data.dataset import Dataset
 
+    ArraysByName = dict[str, np.ndarray]
+
 #: Version of the files' format. Data sets in an older format are prepared again.
 FORMAT = 2
+#: Metadata of a prepared data set, as in its metadata file.
+Metadata = dict[str, Any]
 ARRAYS = ("train_inputs", "train_targets", "test_inputs", "test_targets")
 #: Names of files of a prepared data set, including Snakemake's. A folder with only such files may be
 #: replaced.
@@ -53,7 +57,7 @@ def format_meta_file_name(identity: Mapping[str, Any] | None) -> str:
 
 def write_data_set(
     folder: Path, requested_metadata: Mapping[str, Any], source: Source, dataset: Dataset
-) -> dict:
+) -> Metadata:
     """Write the arrays and metadata of a data set to a folder. Return the metadata.
 
     The metadata are `requested_metadata`, the numbers of samples, the source files, and the arrays' SHA-256,
@@ -211,9 +215,7 @@ def _hash_arrays(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def read_metadata_if_intact(
-    folder: Path, requested_metadata: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def read_metadata_if_intact(folder: Path, requested_metadata: Mapping[str, Any]) -> Metadata | None:
     """Return the metadata of a prepared data set. None if it is damaged or not the requested one."""
     try:
         meta = _read_metadata_file(folder)
@@ -225,7 +227,7 @@ def read_metadata_if_intact(
 
 def install_data_set(
     new_folder: Path, target_folder: Path, requested_metadata: Mapping[str, Any]
-) -> dict[str, Any]:
+) -> Metadata:
     """Move a new prepared data set to its final folder, and return the metadata there.
 
     The move is one atomic step. If another process has prepared the same data set there, that one stays. A
@@ -267,7 +269,7 @@ def _move_old_data_set(folder: Path, aside_folder: Path) -> None:
         return  # another process has already moved the folder
 
 
-def _read_metadata_file(folder: Path) -> dict[str, Any]:
+def _read_metadata_file(folder: Path) -> Metadata:
     """Return the content of the metadata file of a prepared data set.
 
     Raises:
@@ -280,7 +282,7 @@ def _read_metadata_file(folder: Path) -> dict[str, Any]:
     return read_json(paths[0])
 
 
-def read_unverified_metadata(folder: Path) -> dict[str, Any]:
+def read_unverified_metadata(folder: Path) -> Metadata:
     """Return the metadata of a prepared data set, without a check of its arrays.
 
     Raises:
@@ -292,7 +294,7 @@ def read_unverified_metadata(folder: Path) -> dict[str, Any]:
         raise _make_incomplete_data_error(folder, error) from error
 
 
-def read_verified_metadata(folder: Path) -> dict[str, Any]:
+def read_verified_metadata(folder: Path) -> Metadata:
     """Return the metadata of a prepared data set, after checking that its arrays are unchanged.
 
     The arrays are read only if a size or modification time differs, as after a copy or a change.
@@ -323,7 +325,7 @@ def _make_incomplete_data_error(folder: Path, reason: object) -> DataError:
     )
 
 
-def read_data_set(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_data_set(folder: Path) -> tuple[Metadata, ArraysByName]:
     """Return the metadata of a prepared data set, and its arrays by name.
 
     The arrays are mapped from their files copy-on-write.

@@ -117,9 +117,11 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
     """
     products = {False: 0, True: 0}
 
-    def decide_storage(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = op in KEPT_BY_SELECTIVE and not _is_attention_with_dropout(op, args, kwargs)
-        if op in PRODUCTS:
+    def decide_storage(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = operator in KEPT_BY_SELECTIVE and not _is_attention_with_dropout(
+            operator, args, kwargs
+        )
+        if operator in PRODUCTS:
             products[context.is_recompute] += 1
             keeps = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
@@ -127,12 +129,12 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
     return decide_storage
 
 
-def _is_attention_with_dropout(op: Any, args: Any, kwargs: Any) -> bool:
+def _is_attention_with_dropout(operator: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an operator is attention with dropout.
 
     Its result must not be stored, since the recomputation would then draw other random numbers.
     """
-    names = [argument.name for argument in get_schema_arguments(op)]
+    names = [argument.name for argument in get_schema_arguments(operator)]
     return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
 
 

@@ -93,7 +93,9 @@ def check_model_takes_sample_kind(model_or_name: str | Model, sample_kind: str) 
         )
 
 
-def compute_input_shape(model_or_name: str | Model, shape: tuple[int, ...]) -> tuple[int, ...]:
+def compute_input_shape(
+    model_or_name: str | Model, sample_shape: tuple[int, ...]
+) -> tuple[int, ...]:
     """Return the shape of a model's input for samples of a given shape.
 
     Images (channels, height, width) are enlarged if the model needs it. Other samples keep their shape.
@@ -101,13 +103,13 @@ def compute_input_shape(model_or_name: str | Model, shape: tuple[int, ...]) -> t
     Raises:
         ValueError: If the model does not take such samples.
     """
-    check_model_takes_sample_kind(model_or_name, get_sample_kind(shape))
+    check_model_takes_sample_kind(model_or_name, get_sample_kind(sample_shape))
     model, name = get_model_metadata(model_or_name), _get_model_name(model_or_name)
     if model.reads_text is None:
-        return tuple(shape)
+        return tuple(sample_shape)
     if model.reads_text:
-        return shape
-    channels, height, width = shape
+        return sample_shape
+    channels, height, width = sample_shape
     if model.is_from_torchvision and channels not in (1, 3):
         raise ValueError(
             f"{name} takes images with 3 channels or 1, but those of the data set have {channels}; use "
