@@ -212,12 +212,12 @@ def test_a_slow_channel_is_what_the_step_waits_for():
 
 
 def test_computing_is_slower_beside_a_collective():
-    done = simulate_step_s(buckets(0.5), 1.0, lambda _: 0.2, compute_slowdown=2.0)
+    done = simulate_step_s(buckets(0.5), 1.0, lambda _: 0.2, computation_slowdown_factor=2.0)
     # 0.2 s of the channel's time take 0.1 s of the work.
     assert done == pytest.approx(1.1)
-    assert simulate_step_s(buckets(), 1.0, lambda _: 0.2, compute_slowdown=2.0) == pytest.approx(
-        1.0
-    )
+    assert simulate_step_s(
+        buckets(), 1.0, lambda _: 0.2, computation_slowdown_factor=2.0
+    ) == pytest.approx(1.0)
 
 
 def test_gathers_are_waited_for_unless_they_run_ahead():

@@ -52,7 +52,7 @@ class DeepSpeed(Counted):
     )
     updates_by_zeros = True
     warms_up = True  # in the first steps, stage 3 learns in which order modules are called
-    _counts_step = False  # records have no bytes sent, because the engine sends them by itself
+    _counts_step = False  # DeepSpeed does the communication, so the bytes sent are unknown
     buffers_note = "each worker has its own; their mean is evaluated"
     evaluated_on = Sharded.evaluated_on
     breakdown_note: ClassVar[str] = (
@@ -212,7 +212,7 @@ class DeepSpeed(Counted):
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
-        self._free_gathered_parameters()  # parameters gathered in the warm-up have old values
+        self._free_gathered_parameters()  # the values gathered in the warm-up are outdated
 
     def _free_gathered_parameters(self) -> None:
         """Free the gathered and prefetched parameters in stage 3."""
@@ -303,7 +303,7 @@ class DeepSpeed(Counted):
                 "FWD_MODULE_STACK",
                 [],
             ),
-            # Fake tensors have no values, so that DeepSpeed must not check whether norms are finite.
+            # DeepSpeed must not check whether norms are finite, because fake tensors have no values.
             *(
                 (at, "is_invalid_grad_norm", lambda norm: False)
                 for at in (utils, stage_1_and_2, stage3)
@@ -350,7 +350,7 @@ def make_engine_config(
         "zero_optimization": zero,
     }
     if settings.precision == "bf16":
-        # No module's gradients are sent in 16 bits, as with other strategies.
+        # Gradients are sent in 32 bits, as with other strategies.
         config["torch_autocast"] = {
             "enabled": True,
             "dtype": "bfloat16",
@@ -360,7 +360,7 @@ def make_engine_config(
         return config
     # DeepSpeed's throughput timer would let the host wait for the GPU in each step.
     config["timers"] = {"throughput": {"enabled": False}}
-    # DeepSpeed allocates a whole bucket, so that one larger than the model would waste memory.
+    # DeepSpeed allocates the whole bucket. A bucket larger than the model would waste memory.
     bucket = min((bucket_cap_mb << 20) // NUMBER_BYTES, num_trainable)
     zero |= {"overlap_comm": True, "reduce_bucket_size": bucket}
     if stage == 3:

@@ -145,7 +145,7 @@ def _wait_for_training_end(
     """
     limit_s, deadline, written_counts, next_write_s = job.time_limit_s, None, None, 0.0
     while not coordinator.done.wait(POLL_S):
-        # If this launcher is killed, the record still needs the history.
+        # The record needs the history even if this launcher is killed.
         if written_counts != coordinator.history_event_counts or time.monotonic() > next_write_s:
             written_counts, next_write_s = (
                 coordinator.history_event_counts,

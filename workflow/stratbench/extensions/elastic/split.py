@@ -131,7 +131,7 @@ class ElasticSynchronous:
         self._running = False
         #: Whether this worker voted to leave in the last vote.
         self._leaves = False
-        #: Whether all workers voted to leave, so that the state must be saved.
+        #: Whether all workers voted to leave. Rank 0 must then save the state.
         self._all_leave = False
         self._stopped_s: float | None = None
         self._kept_s = time.monotonic()
@@ -207,7 +207,7 @@ class ElasticSynchronous:
         except CoordinatorLost:
             self._stop_step_clock(progress)
             last = {"generation": self._generation, "ended_unix_s": time.time(), "step": self._step}
-            # The worker cannot report its last steps, so that the cell's record gets them from this file.
+            # The cell's record gets the last steps from this file, because the worker cannot report them.
             RunFiles(self.worker.folder).write_unreported_result(
                 self._number, last | {"epochs": self._summarize_unreported_steps(progress)}
             )
@@ -258,11 +258,11 @@ class ElasticSynchronous:
         taken = {"step": self._step, "epochs": self._summarize_unreported_steps(progress)}
         if progress.is_training_over:
             self._membership.send_message("through", **taken)
-            # The message is that the training is over, upon which this call raises Over.
+            # The call raises Over, because the next message says that the training is over.
             self._membership.wait_for_message()
         if progress.has_failed and self._initial is not None:
-            # A GPU may have computed wrong weights after the failed collective, so that the next generation
-            # must begin with a checkpoint.
+            # The next generation must begin with a checkpoint, because a GPU may have computed wrong weights
+            # after the failed collective.
             self.strategy.restore(self._initial)
             self._step = 0
         # A request to leave that came after the last vote waits for the next vote, since other workers do not
@@ -380,7 +380,7 @@ class ElasticSynchronous:
                 self._save_checkpoint()
         votes.close()
         self._stop_step_clock(progress)
-        # When the clock has stopped, the device is done, so that a failed collective is known.
+        # The stopped clock has waited for the device, so any failed collective is known now.
         self._group.check_group_intact()
         return self._step == end_step
 

@@ -228,7 +228,7 @@ class LinkReplay:
 
 
 def make_link_replay(
-    make_subject_at: Callable[[int], CellToPlan],
+    make_cell_at_count: Callable[[int], CellToPlan],
     evidence: ProjectionInputs,
     device: Device,
     links_path: Path,
@@ -237,7 +237,7 @@ def make_link_replay(
     """Return the replay of a strategy's step with measured links, for any worker count.
 
     Args:
-        make_subject_at: Returns the strategy's cell on a number of workers, as the plan needs it.
+        make_cell_at_count: Returns the strategy's cell on a number of workers, as the plan needs it.
         evidence: Measurements of the strategy.
         device: Device of a worker.
         links_path: Path of the file links.csv.
@@ -253,12 +253,14 @@ def make_link_replay(
     if not links_path.exists():
         return None
     last = evidence.measured_steps[-1]
-    subject = make_subject_at(last.workers)
-    if subject.served:
-        return _make_server_replay(make_subject_at, subject, evidence, links_path, count_nodes_at)
-    if subject.share_of_exchanging_steps < 1:
+    planned_cell = make_cell_at_count(last.workers)
+    if planned_cell.served:
+        return _make_server_replay(
+            make_cell_at_count, planned_cell, evidence, links_path, count_nodes_at
+        )
+    if planned_cell.share_of_exchanging_steps < 1:
         return None
-    links = read_links(links_path, "nccl" if subject.request.is_on_cuda else "gloo")
+    links = read_links(links_path, "nccl" if planned_cell.request.is_on_cuda else "gloo")
     slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
@@ -269,8 +271,8 @@ def make_link_replay(
         return trace_schedule(request, samples, device)
 
     def replay_step(workers: int, compute_s: float, num_sd: float = 0.0) -> float:
-        subject_there = make_subject_at(workers)
-        samples = subject_there.samples_per_step
+        cell_there = make_cell_at_count(workers)
+        samples = cell_there.samples_per_step
         layout = LinkLayout(workers, count_nodes_at(workers))
 
         def compute_collective_s(call: CollectiveCall) -> float:
@@ -287,7 +289,7 @@ def make_link_replay(
 
         slowest_s = compute_s * slowest_factor(workers, num_sd)
         return simulate_step_s(
-            trace_step_schedule(subject_there.request, samples),
+            trace_step_schedule(cell_there.request, samples),
             slowest_s,
             compute_collective_s,
             links.compute_slowdown,
@@ -295,14 +297,14 @@ def make_link_replay(
 
     host_issue_s = evidence.host_issue_s or 0.0
     if host_issue_s:
-        schedule = trace_step_schedule(subject.request, subject.samples_per_step)
+        schedule = trace_step_schedule(planned_cell.request, planned_cell.samples_per_step)
         if not is_host_unblocked(schedule.num_operations, host_issue_s, last.step_s):
             host_issue_s = 0.0
     return LinkReplay(
         replay_step,
         partial(replay_step, num_sd=1.0),
         frozenset(level for kind in links.links_by_kind.values() for level in kind),
-        # The host issued each measured step, so that it takes at most the shortest measured step time.
+        # The host issued every measured step, so its time is at most the shortest measured step time.
         host_issue_s=min(host_issue_s, *(p.step_s for p in evidence.measured_steps)),
     )
 
@@ -319,8 +321,8 @@ def _make_slowest_worker_factor(stragglers: Stragglers | None) -> Callable[[int,
 
 
 def _make_server_replay(
-    make_subject_at: Callable[[int], CellToPlan],
-    subject: CellToPlan,
+    make_cell_at_count: Callable[[int], CellToPlan],
+    planned_cell: CellToPlan,
     evidence: ProjectionInputs,
     links_path: Path,
     count_nodes_at: Callable[[int], int],
@@ -339,14 +341,14 @@ def _make_server_replay(
     parameters = evidence.num_parameters
     if not parameters:
         return None
-    transport = subject.settings.options["transport"]
+    transport = planned_cell.settings.options["transport"]
     links = read_links(links_path, f"servers-{'shm' if transport == 'auto' else transport}")
     link = links.get_links_by_level("push_pull")["within"]
     slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
 
     @cache
     def compute_server_service_s(workers: int) -> float:
-        there = make_subject_at(workers)  # the number of servers may depend on that of workers
+        there = make_cell_at_count(workers)  # the number of servers may depend on that of workers
         part_bytes = 4 * parameters / there.settings.options["servers"]
         links.check_measured_size("push_pull", part_bytes)
         return there.steps_per_batch * part_bytes / link.bytes_per_s
@@ -354,14 +356,14 @@ def _make_server_replay(
     def make_server_queue(
         workers: int, compute_s: float, link_slowdown: float = 1.0
     ) -> ServerQueue:
-        # All workers wait for the latency at the same time, so that it is a part of the think time.
-        latency_s = make_subject_at(workers).steps_per_batch * link.latency_s
+        # All workers wait for the latency at the same time, so it is part of the think time.
+        latency_s = make_cell_at_count(workers).steps_per_batch * link.latency_s
         service_s = link_slowdown * compute_server_service_s(workers)
         return ServerQueue(compute_s + link_slowdown * latency_s, (service_s,))
 
     @cache
     def is_strategy_waiting_for_slowest(workers: int) -> bool:
-        settings = make_subject_at(workers).settings
+        settings = make_cell_at_count(workers).settings
         return get_traits(settings.strategy, settings.options, workers).waits_for_slowest
 
     def replay_step(workers: int, compute_s: float, num_sd: float = 0.0) -> float:

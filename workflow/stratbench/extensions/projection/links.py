@@ -15,6 +15,7 @@ from stratbench.extensions.links.collective_cost import (
     Level,
     LinkLayout,
     LinkModel,
+    get_algorithm_name,
     get_algorithms_by_name,
 )
 from stratbench.telemetry.collectives import CollectiveCall
@@ -102,7 +103,7 @@ class Links:
                 f"{call.collective_name} was not measured {level} nodes with {self.library}: "
                 f"run `links` on {layout.nodes} nodes with {layout.workers_per_node} workers each"
             )
-        # A level without measured links is not used here, so that its time is 0.
+        # A level without measured links is not used here, so its time is 0.
         links = {"within": LinkModel(0.0, math.inf), "between": LinkModel(0.0, math.inf)} | dict(
             links
         )
@@ -111,7 +112,8 @@ class Links:
         name = self.algorithm_by_kind.get(call.collective_name, FASTEST)
         return min(
             AlgorithmTime(
-                a(call.collective_name, n_bytes, layout).compute_seconds(links), a.__name__
+                a(call.collective_name, n_bytes, layout).compute_seconds(links),
+                get_algorithm_name(a),
             )
             for a in get_algorithms_by_name(name, self.library, call.collective_name)
         )

@@ -49,14 +49,16 @@ def project_peak_memory(
     subjects = [*wanted_cells, *(s for s, _ in measured_cells)]
     _, dry_runs = rehearse_requests([s.request for s in subjects], cache_folder)
 
-    def plan_peak_of_subject(subject: CellToPlan) -> tuple[MemoryPeak, int] | None:
-        footprint = dry_runs[subject.request].footprint
+    def plan_peak_of_subject(planned_cell: CellToPlan) -> tuple[MemoryPeak, int] | None:
+        footprint = dry_runs[planned_cell.request].footprint
         if footprint is None:
             return None
-        fullest = footprint.find_fullest_rank_footprint(subject.samples_per_step, resident_threads)
+        fullest = footprint.find_fullest_rank_footprint(
+            planned_cell.samples_per_step, resident_threads
+        )
         peak, data = (
-            fullest.compute_training_peak(subject.samples_per_step, resident_threads),
-            compute_data_bytes_on_device(subject),
+            fullest.compute_training_peak(planned_cell.samples_per_step, resident_threads),
+            compute_data_bytes_on_device(planned_cell),
         )
         parts = dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data}
         whole = MemoryPeak(peak.n_bytes + data, peak.phase, parts)

@@ -74,8 +74,8 @@ def project_step_times(
     measured_steps: Sequence[MeasuredStep],
     scaling: Scaling,
     targets: Sequence[tuple[int, int | None]],
-    replay_step: StepReplay | None = None,
-    replay_step_slowed: StepReplay | None = None,
+    replay_step_s: StepReplay | None = None,
+    replay_step_on_slower_links_s: StepReplay | None = None,
     measured_levels: Collection[str] = (),
     make_queue: Callable[[int], ServerQueue] | None = None,
     find_untrainable_reason: Callable[[int], str | None] = lambda workers: None,
@@ -94,8 +94,9 @@ def project_step_times(
         measured_steps: Measured step times on at least two worker counts.
         scaling: Strong if all measured counts have the same global batch, weak if the same batch per worker.
         targets: Number of workers, and of nodes (None if unknown), of each wanted projection.
-        replay_step: Replay of the step on measured links; None without links.
-        replay_step_slowed: Replay with each link slower by the error of its fit; widens the interval.
+        replay_step_s: Replay of the step on measured links; None without links.
+        replay_step_on_slower_links_s: Replay with each link slower by the error of its fit, to widen the
+            interval.
         measured_levels: Where links were measured: "within" and "between" nodes.
         make_queue: Returns the queue of the parameter servers for a worker count, if push and pull were
             measured.
@@ -111,16 +112,16 @@ def project_step_times(
     measured_steps = sorted(measured_steps, key=lambda p: p.workers)
     name, rule = BY_COUNTS, naive.project_by_a_plus_b_over_n
     skill = naive.measure_skill(rule, measured_steps, scaling)
-    if replay_step is not None:
-        by_replay = make_replay_rule(replay_step, host_issue_s=host_issue_s)
+    if replay_step_s is not None:
+        by_replay = make_replay_rule(replay_step_s, host_issue_s=host_issue_s)
         replay_skill = naive.measure_skill(by_replay, measured_steps, scaling)
         is_good = replay_skill.matches_best_naive_rule or len(measured_steps) < MIN_TO_GIVE_WAY
         if is_good and _has_informative_interval(by_replay, measured_steps, scaling):
             name, rule, skill = BY_LINKS, by_replay, replay_skill
     by_links = name == BY_LINKS
     more = (
-        make_replay_rule(replay_step, replay_step_slowed, host_issue_s)
-        if by_links and replay_step_slowed
+        make_replay_rule(replay_step_s, replay_step_on_slower_links_s, host_issue_s)
+        if by_links and replay_step_on_slower_links_s
         else rule
     )
     projections = []
@@ -201,8 +202,8 @@ def _compute_log_ratio_of_rules(
 
 
 def make_replay_rule(
-    replay_step: StepReplay,
-    replay_projected_step: StepReplay | None = None,
+    replay_step_s: StepReplay,
+    replay_projected_step_s: StepReplay | None = None,
     host_issue_s: float = 0.0,
 ) -> Rule:
     """Return a rule that replays a step with a fitted computation time.
@@ -212,22 +213,22 @@ def make_replay_rule(
     `host_issue_s`, because the host issues steps in advance, and the longer of both times limits the step.
 
     Args:
-        replay_step: Replays a step on measured worker counts.
-        replay_projected_step: Replays a step on the projected worker count, if not `replay_step`.
+        replay_step_s: Replays a step on measured worker counts.
+        replay_projected_step_s: Replays a step on the projected worker count, if not `replay_step_s`.
         host_issue_s: Seconds in which the host issues a step.
     """
 
     def project_step_time(
         measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
     ) -> float:
-        compute_s = fit_computation_s(replay_step, measured_steps, scaling, host_issue_s)(workers)
-        return max(host_issue_s, (replay_projected_step or replay_step)(workers, compute_s))
+        compute_s = fit_computation_s(replay_step_s, measured_steps, scaling, host_issue_s)(workers)
+        return max(host_issue_s, (replay_projected_step_s or replay_step_s)(workers, compute_s))
 
     return project_step_time
 
 
 def fit_computation_s(
-    replay_step: StepReplay,
+    replay_step_s: StepReplay,
     measured_steps: Sequence[MeasuredStep],
     scaling: Scaling,
     host_issue_s: float = 0.0,
@@ -238,14 +239,14 @@ def fit_computation_s(
     left out if there are others.
 
     Args:
-        replay_step: Replays a step for a computation time.
+        replay_step_s: Replays a step for a computation time.
         measured_steps: Measured step times.
         scaling: Weak or strong scaling.
         host_issue_s: Seconds in which the host issues a step.
     """
     full = [p for p in measured_steps if p.step_s > NEAR_HOST * host_issue_s] or measured_steps
     computing = [
-        MeasuredStep(p.workers, solve_computation_s(replay_step, p.workers, p.step_s), p.nodes)
+        MeasuredStep(p.workers, solve_computation_s(replay_step_s, p.workers, p.step_s), p.nodes)
         for p in full
     ]
     if scaling == "weak":
@@ -254,20 +255,20 @@ def fit_computation_s(
     return lambda workers: max(0.0, naive.project_by_a_plus_b_over_n(computing, scaling, workers))
 
 
-def solve_computation_s(replay_step: StepReplay, workers: int, step_s: float) -> float:
+def solve_computation_s(replay_step_s: StepReplay, workers: int, step_s: float) -> float:
     """Return the computation time for which a replayed step takes `step_s`, at least 0.
 
     Args:
-        replay_step: Replays a step for a computation time.
+        replay_step_s: Replays a step for a computation time.
         workers: Number of workers.
         step_s: Seconds of the step.
     """
     low, high = 0.0, step_s
-    if replay_step(workers, low) >= step_s:
+    if replay_step_s(workers, low) >= step_s:
         return 0.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if replay_step(workers, middle) < step_s else (low, middle)
+        low, high = (middle, high) if replay_step_s(workers, middle) < step_s else (low, middle)
     return (low + high) / 2
 
 

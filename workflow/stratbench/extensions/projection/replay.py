@@ -56,7 +56,7 @@ def simulate_step_s(
     schedule: Schedule,
     compute_s: float,
     compute_collective_s: Callable[[CollectiveCall], float],
-    compute_slowdown: float = 1.0,
+    computation_slowdown_factor: float = 1.0,
 ) -> float:
     """Return the seconds of a step, from its schedule and the time of each collective.
 
@@ -68,24 +68,27 @@ def simulate_step_s(
         schedule: Schedule of the step.
         compute_s: Seconds of the step's computation, without collectives.
         compute_collective_s: Returns the seconds of a collective.
-        compute_slowdown: Factor by which computation is slower during a collective.
+        computation_slowdown_factor: Factor by which computation is slower during a collective.
     """
     # Simulated time, and the share of the computation that is done by then.
     now, done = 0.0, 0.0
     # When the last collective of each process group ends.
-    free: dict[tuple[int | None, int], float] = {}
+    group_free_s: dict[tuple[int | None, int], float] = {}
     # When all reductions so far are complete.
-    reduced = 0.0
-    # When the next collective that runs ahead may start: after the computation has waited for the last one.
-    gathered = 0.0
+    reductions_end_s = 0.0
+    # Earliest start of the next prefetch: when the computation has waited for the previous prefetch.
+    prefetch_start_s = 0.0
 
     def find_last_collective_end() -> float:
-        return max(free.values(), default=0.0)
+        return max(group_free_s.values(), default=0.0)
 
     def advance_computation_to_share(share: float) -> None:
         nonlocal now, done
         now = _compute_computation_end_s(
-            now, max(0.0, share - done) * compute_s, find_last_collective_end(), compute_slowdown
+            now,
+            max(0.0, share - done) * compute_s,
+            find_last_collective_end(),
+            computation_slowdown_factor,
         )
         done = max(done, share)
 
@@ -102,19 +105,21 @@ def simulate_step_s(
         advance_computation_to_share(started.computed_share_before)
         group = started.call.group_size, started.call.rank_stride
         ready = (
-            gathered
+            prefetch_start_s
             if started.runs_ahead
             else now
             if started.blocks_computation
-            else max(now, reduced)
+            else max(now, reductions_end_s)
         )
-        free[group] = max(ready, free.get(group, 0.0)) + compute_collective_s(started.call)
+        group_free_s[group] = max(ready, group_free_s.get(group, 0.0)) + compute_collective_s(
+            started.call
+        )
         if started.blocks_computation:
-            now = max(now, free[group])
+            now = max(now, group_free_s[group])
         else:
-            reduced = free[group]
+            reductions_end_s = group_free_s[group]
         if started.runs_ahead:
-            gathered = now
+            prefetch_start_s = now
     if not ended:
         finish_backward()
     advance_computation_to_share(1.0)
@@ -138,13 +143,13 @@ def is_host_unblocked(num_operations: int, issue_s: float, step_s: float) -> boo
 
 
 def _compute_computation_end_s(
-    begin_s: float, work_s: float, slowed_until_s: float, compute_slowdown: float
+    begin_s: float, work_s: float, slowed_until_s: float, computation_slowdown_factor: float
 ) -> float:
     """Return when a computation ends that is slower by a factor until `slowed_until_s`."""
     slow_s = max(0.0, slowed_until_s - begin_s)
-    if work_s * compute_slowdown <= slow_s:
-        return begin_s + work_s * compute_slowdown
-    return begin_s + slow_s + work_s - slow_s / compute_slowdown
+    if work_s * computation_slowdown_factor <= slow_s:
+        return begin_s + work_s * computation_slowdown_factor
+    return begin_s + slow_s + work_s - slow_s / computation_slowdown_factor
 
 
 def build_schedule(phases: Sequence[TracedPhase], on_cuda: bool) -> Schedule:

@@ -125,11 +125,13 @@ def project_training_durations(
         for p in project_strategy(config, study, evidence, counts):
             if p.interval is not None:
                 cell = replace(evidence.largest_measured_cell, gpus=p.workers, repeat=0)
-                subject = make_cell_to_plan(config, study, cell)
-                low_s, high_s = (s * subject.steps for s in (p.interval.low_s, p.interval.high_s))
+                planned_cell = make_cell_to_plan(config, study, cell)
+                low_s, high_s = (
+                    s * planned_cell.steps for s in (p.interval.low_s, p.interval.high_s)
+                )
                 source = f"projected, 80 %: {describe_projection_basis(p, evidence.measured_steps)}"
                 trainings[cell] = ProjectedDuration(
-                    Span(low_s, high_s, source), subject.settings.global_batch
+                    Span(low_s, high_s, source), planned_cell.settings.global_batch
                 )
     return trainings
 
@@ -162,13 +164,13 @@ def list_doubled_counts(largest_measured: int, max_count: int) -> list[int]:
     return [largest_measured << k for k in range(1, 1 + num_doublings)]
 
 
-def make_subject_device(config: Mapping[str, Any], subject: CellToPlan) -> Device:
+def make_subject_device(config: Mapping[str, Any], planned_cell: CellToPlan) -> Device:
     cluster = config["cluster"]
-    if subject.request.is_on_cuda:
+    if planned_cell.request.is_on_cuda:
         return make_gpu_device(
-            list_configured_gpus(cluster)[0], subject.settings.precision, cluster
+            list_configured_gpus(cluster)[0], planned_cell.settings.precision, cluster
         )
-    return make_cpu_device(cluster, subject.cell.gpus)
+    return make_cpu_device(cluster, planned_cell.cell.gpus)
 
 
 def untrainable_cell_reason(
@@ -214,7 +216,7 @@ def _find_link_replay(
     config: Mapping[str, Any],
     study: Study,
     evidence: ProjectionInputs,
-    make_subject_at: Callable[[int], CellToPlan],
+    make_cell_at_count: Callable[[int], CellToPlan],
     device: Device,
     counts: Sequence[int],
     count_nodes_at: Callable[[int], int],
@@ -226,7 +228,7 @@ def _find_link_replay(
     )
     replayable: set[int] = set()
     try:
-        on = make_link_replay(make_subject_at, evidence, device, path, count_nodes_at)
+        on = make_link_replay(make_cell_at_count, evidence, device, path, count_nodes_at)
         if on is None:
             return UsableReplay(None, None, replayable)
         for p in points:

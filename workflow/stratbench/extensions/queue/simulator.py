@@ -177,7 +177,8 @@ class Cluster:
         """
         if any(job.owner for job in (*self.queue, *self.running)):
             raise ValueError(
-                "the simulated cluster has a job of a training, so it cannot be copied; copy it before"
+                "the simulated cluster has a job of a training, so it cannot be copied; "
+                "copy it before a training is submitted"
             )
         other = copy(self)
         twins = {id(job): copy(job) for job in (*self.queue, *self.running)}

@@ -134,7 +134,7 @@ class Gang(Training):
             self.finish_time_s = sim.now_s
             return
         kept_s = max(0.0, sim.now_s - job.start_s - self.startup_s)
-        # Only at the end of its wall time a job has saved a checkpoint of its last step.
+        # Only a job that ends at its time limit saves a checkpoint of its last step.
         if reason != "limit":
             kept_s = kept_s // self.checkpoints.interval_s * self.checkpoints.interval_s
         self.remaining_work_gpu_s -= kept_s * self._compute_work_per_second(sim, job)

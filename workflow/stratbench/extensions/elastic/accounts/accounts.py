@@ -58,14 +58,15 @@ def compute_training_totals(job: Job, epoch_entries: list[dict[str, Any]]) -> di
     for number, entry in enumerate(epoch_entries):
         elapsed_s += times_s[number]
         entry["train_time_s"] = elapsed_s
-        # An epoch has no training loss if a worker was lost in it, or if steps were repeated.
-        first, kept = number * per_epoch_steps, epochs[number]
-        once = not any(
-            max(first, b.from_step) < min(first + per_epoch_steps, a.step_at_end)
+        first_step, epoch = number * per_epoch_steps, epochs[number]
+        has_repeated_steps = any(
+            max(first_step, b.from_step) < min(first_step + per_epoch_steps, a.step_at_end)
             for a, b in changes
         )
-        if once and abs(kept.reported_steps - per_epoch_steps) < 0.5 / job.cell.gpus:
-            entry["train_loss"] = replace_non_finite_by_none(kept.loss_sum / kept.reported_steps)
+        all_reported = abs(epoch.reported_steps - per_epoch_steps) < 0.5 / job.cell.gpus
+        # An epoch has no training loss if a worker was lost in it, or if steps were repeated.
+        if all_reported and not has_repeated_steps:
+            entry["train_loss"] = replace_non_finite_by_none(epoch.loss_sum / epoch.reported_steps)
     steps = s.count_steps(job.train_samples)
     # A training that diverged has fewer evaluated epochs than planned.
     if epoch_entries and len(epoch_entries) < (s.epochs or 0):

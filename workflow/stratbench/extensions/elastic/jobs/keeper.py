@@ -21,8 +21,8 @@ from stratbench.study.slurm import submission
 
 #: Minimum and maximum seconds between two polls of the worker jobs. The time doubles while nothing changes.
 POLL_S, MAX_POLL_S = 0.5, 30.0
-#: Seconds after which the job of a lost worker is cancelled. If it ends before by itself, SLURM knows the
-#: reason.
+#: Seconds after which the job of a lost worker is cancelled. If the job ends
+#: by itself before, SLURM records the reason.
 LOST_JOB_GRACE_S = 5.0
 #: Number of failed jobs in the same slot after which the cell fails.
 MAX_FAILURES = 20
@@ -125,7 +125,7 @@ class WorkerJobSupervisor:
         self._next_number = 0
         #: When to cancel the job of a lost worker, by worker number. Times are by time.monotonic().
         self._cancel_at_s: dict[int, float] = {}
-        self._lock = threading.Lock()  # for `_entries`, which other threads read
+        self._lock = threading.Lock()  # guards `_entries`, which other threads read
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
         self._failure_reason: str | None = None
@@ -187,7 +187,7 @@ class WorkerJobSupervisor:
         while not self._stopped and self._failure_reason is None:
             try:
                 changed = self._poll_live_jobs() | self._submit_missing_jobs()
-            # Without this thread the cell would wait for workers forever, so that any error ends the cell.
+            # Any error ends the cell, which would otherwise wait for workers forever.
             except Exception as error:
                 self._failure_reason = (
                     f"worker jobs can no longer be supervised: {type(error).__name__}: {error}"
@@ -285,7 +285,7 @@ class WorkerJobSupervisor:
             except SubmissionRefused as refusal:
                 if self._postpone_job(slot, refusal):
                     return submitted
-                # The number is not used again, because the job exists if only sbatch's answer was lost.
+                # The next job gets a new number, because sbatch may have accepted this one without an answer.
                 self._next_number += 1
                 if not self._entries:
                     self._failure_reason = f"no worker job is accepted: {refusal}"

@@ -150,9 +150,9 @@ class ReturningChannel:
         """Push gradients to the servers, and return the worker's next ticket or evaluation."""
         return self._retry_after_server_loss(Channel.push_pull)
 
-    def send_evaluation(self, figures: dict[str, float | None]) -> Assignment:
+    def send_evaluation(self, results: dict[str, float | None]) -> Assignment:
         """Send the results of an evaluation, and return the worker's next ticket or evaluation."""
-        return self._retry_after_server_loss(lambda channel: channel.send_evaluation(figures))
+        return self._retry_after_server_loss(lambda channel: channel.send_evaluation(results))
 
     def rehearse_exchange(self) -> None:
         """Exchange data with the servers in the warm-up. If they are lost, join the restarted servers."""

@@ -32,7 +32,7 @@ from stratbench.extensions.servers.ps.snapshots import delete_later_snapshots, d
 from stratbench.extensions.servers.ps.store import MakePolicy, Store
 from stratbench.extensions.servers.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
-#: Maximum number of snapshots of the weights on disk: those of the last epoch and in evaluation, and one
+#: Maximum number of snapshots of the weights on disk: of the last epoch, of epochs in evaluation, and one
 #: more.
 _SNAPSHOTS_KEPT = 4
 #: Seconds after which a worker counts as lost if its host does not answer. The limit for heartbeats of the
@@ -224,17 +224,17 @@ class ElasticRun(ServerRun):
         member.queue_frame(Frame(Kind.EVAL, shard=epoch))
 
     def _on_score(self, member: Member, values: Any) -> None:
-        figures = parse_score_message(values)
+        results = parse_score_message(values)
         with self._lock:
             if not member.alive or member.evaluated_epoch is None:
                 raise ProtocolError("unexpected frame: SCORE from a worker that evaluates no epoch")
             epoch, member.evaluated_epoch = (
-                self._evaluations.store_evaluation_results(member.worker, figures),
+                self._evaluations.store_evaluation_results(member.worker, results),
                 None,
             )
             facts = {"epoch": epoch, "end_s": self.epochs.ends[epoch]["end_s"]}
             facts |= {"settled": self._evaluations.count_tickets_until_epoch_end(epoch)}
-            self._journal.append_event("score", worker=member.worker, **facts, **figures)
+            self._journal.append_event("score", worker=member.worker, **facts, **results)
             self._finish_if_all_settled()
             if member.idle and member.evaluated_epoch is None:
                 self._hand_ticket(member)
@@ -269,7 +269,8 @@ class ElasticRun(ServerRun):
                 tickets = self.tickets.list_held_tickets(member.worker)
                 self._journal.append_event("leave", worker=member.worker, tickets=tickets)
             if not self.done:
-                super()._continue_without_member(self._release_work_of_member(member))
+                self._release_work_of_member(member)
+                super()._continue_without_member(member)
             self._end_run_without_workers()
         member.queue_end()
 
@@ -279,13 +280,13 @@ class ElasticRun(ServerRun):
             tickets = self.tickets.list_held_tickets(member.worker)
             reason = self.lost[-1]["reason"]
             self._journal.append_event("loss", worker=member.worker, tickets=tickets, reason=reason)
-        super()._continue_without_member(self._release_work_of_member(member))
+        self._release_work_of_member(member)
+        super()._continue_without_member(member)
 
-    def _release_work_of_member(self, member: Member) -> Member:
-        """Free the shards and evaluation of a worker that has left. Return the worker."""
+    def _release_work_of_member(self, member: Member) -> None:
+        """Free the shards and the evaluation of a worker that has left."""
         member.stop_sending_weights()
         self._evaluations.requeue_epoch_of_lost_worker(member.worker)
-        return member
 
     def _end_run_without_workers(self) -> None:
         """End the run if the training is complete and all workers have left.

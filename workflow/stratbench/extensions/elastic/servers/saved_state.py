@@ -176,7 +176,7 @@ class StateSaver:
         try:
             self.held_up_s += save_server_state(self._folder, self._server, collect_values, store)
             self.count += 1
-        # Without saved states the training could not be resumed, so that any error ends it.
+        # Any error ends the training, because it could not be resumed without saved states.
         except Exception as error:
             reason = getattr(error, "strerror", None) or error
             self._on_failure(f"the servers' state could not be saved in {self._folder}: {reason}")
