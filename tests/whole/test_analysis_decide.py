@@ -696,7 +696,7 @@ def test_where_every_training_diverged_it_is_said_with_what_steadies_one():
 def test_the_papers_own_tables_give_an_answer_one_can_sign():
     cells = published.make_cells_from_paper("v2")
     findings = pd.DataFrame(
-        audit.audit_cells(cells, floors=published.read_accuracy_floors()),
+        audit.audit_cells(cells, accuracy_floors=published.read_accuracy_floors()),
         columns=list(AUDIT_COLUMNS),
     )
     found = {

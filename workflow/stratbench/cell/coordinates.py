@@ -15,9 +15,9 @@ from stratbench.cell.text.words import format_count
 CELL_PATTERN = "{experiment}/{strategy}/{model}/{gpus}gpu/rep{repeat}"
 
 
-#: Statuses of cells with a record. Any other end of a cell is an error without a record.
+#: Statuses of cells with a record. A cell that ends in an error has no record.
 STATUSES = ("ok", "oom", "timeout", "diverged", "unsupported")
-#: Status in tables of a cell that did not do the same work as the cells of its comparison.
+#: Status, in tables, of a cell that did other work than the cells with which it is compared.
 INCOMPARABLE = "incomparable"
 
 

@@ -45,7 +45,7 @@ class Extension:
     #: Import path of the class of an activity next to a worker's training loop: a
     #: `train.beside.beside.Beside`.
     activity_class: ImportPath | None = None
-    #: Names of Snakemake files in `workflow/rules`, which add to the lists at the top of common.smk.
+    #: Names of Snakemake files in `workflow/rules`. The files add to the lists at the top of common.smk.
     rule_files: tuple[str, ...] = ()
     #: Import path of a function that adds subcommands of `stratbench` to a
     #: `command.subcommands.SubcommandAdder`.

@@ -16,7 +16,7 @@ from typing import Any
 
 #: The maximum size in bytes of a JSON file that is read into memory.
 MAX_JSON_BYTES = 64 << 20
-#: Integers from this number on do not fit in a column of 64-bit integers.
+#: The smallest integer that does not fit in a column of 64-bit integers.
 _MAX_WHOLE = 1 << 63
 _MAX_DIGITS = len(f"-{_MAX_WHOLE}")
 
@@ -96,7 +96,7 @@ def read_regular_file(path: str | Path, max_bytes: int) -> bytes:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(0, "is not a regular file", str(path))
-        # A file of /proc reports the size 0, and may never end.
+        # The size is not read beforehand: files of /proc have the size 0, and may never end.
         content = f.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(0, f"is larger than {max_bytes:,} bytes", str(path))
@@ -162,7 +162,7 @@ def reject_non_finite_constant(constant: str) -> None:
 
 def parse_64_bit_integer(digits: str) -> int:
     """Return the integer in a text of digits. Raise ValueError if there are too many digits."""
-    # For so many digits Python's own error advises to raise a limit of Python, which would not help.
+    # Python's own error for so many digits would wrongly advise to raise a limit of Python.
     if len(digits) > _MAX_DIGITS:
         raise ValueError("an integer is too large for 64 bits")
     return int(digits)

@@ -26,7 +26,7 @@ def compute_lr_factor(
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    # The profiler runs more steps after the training, which would have a share above 1.
+    # The profiler runs steps after the training. Without `min`, their share would be above 1.
     done_share = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
     match schedule:
         case "cosine":

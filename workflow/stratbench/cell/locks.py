@@ -96,7 +96,7 @@ def open_lock_file(path: Path) -> FileDescriptor:
         OSError: The file belongs to another user and cannot be opened; the message has the remedy.
     """
     folder = path.parent.stat()
-    # Users who may write to the folder may read and write the lock file.
+    # Whoever may write to the folder (bits 0o022) may read and write the lock file (0o066).
     mode = 0o600 | (folder.st_mode & 0o022) * 3
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -150,7 +150,7 @@ def create_locked_folder(parent: Path, prefix: str, suffix: str) -> tuple[Path, 
             if (descriptor := try_to_lock_file(folder / _LOCK_FILE_NAME)) is not None:
                 return folder, descriptor
         except FileNotFoundError:
-            continue  # another process has removed the new folder as if it were abandoned
+            continue  # another process took the new folder for an abandoned one and removed it
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -162,7 +162,7 @@ def remove_abandoned_folder(folder: Path, prefix: str, suffix: str) -> None:
     if descriptor is None:
         return
     try:
-        # The new name prevents that another process uses the folder during its removal.
+        # After the renaming no other process can use the folder during its removal.
         folder = folder.rename(folder.with_name(f"{prefix}{secrets.token_hex(8)}{suffix}"))
     finally:
         os.close(descriptor)

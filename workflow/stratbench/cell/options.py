@@ -151,7 +151,7 @@ def build_dataclass_schema(cls: type, names: Iterable[str] | None = None) -> dic
 def is_within_limits(value: Any, spec: Field) -> bool:
     """Return whether a value is within the limits of its option."""
     least, below = spec.metadata.get("least"), spec.metadata.get("below")
-    # An option that may be a text or a number has limits for numbers only.
+    # Limits apply only to numbers, but some options may also be texts.
     if isinstance(value, str):
         return True
     return (least is None or value >= least) and (below is None or value < below)

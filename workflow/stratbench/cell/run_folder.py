@@ -250,9 +250,11 @@ class RunFolder:
         """Return the periods in which workers were stopped, by node number as text."""
         return self._read_json_by_node("pauses")
 
-    def _read_json_by_node(self, name: str) -> dict[str, Any]:
-        paths = sorted(self.path.glob(f"{name}*.json"))
-        return {path.stem.removeprefix(name): read_json_if_exists(path) for path in paths}
+    def _read_json_by_node(self, file_name_prefix: str) -> dict[str, Any]:
+        paths = sorted(self.path.glob(f"{file_name_prefix}*.json"))
+        return {
+            path.stem.removeprefix(file_name_prefix): read_json_if_exists(path) for path in paths
+        }
 
     def write_worker_states(self, node: int, states: dict[str, Any]) -> None:
         """Store the state of a node's workers at the cell's end, by worker name."""

@@ -16,7 +16,7 @@ from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.learning_rate import Schedule, compute_lr_factor
 from stratbench.cell.options import build_dataclass_schema, build_field_rules
 
-#: The argument `planned` of a setting if each of its values has another memory or traffic.
+#: The argument `planned` of a setting whose value determines the planned memory or traffic.
 EACH = "each value"
 
 
@@ -55,7 +55,7 @@ def derived_field(
 
 #: Values of `activation_checkpointing` besides true and false.
 CHECKPOINTING = "^(selective|every-([2-9]|[1-9][0-9]+))$"
-#: Keywords of JSON Schema for the setting `betas`.
+#: JSON Schema of the setting `betas`.
 BETAS = {
     "minItems": 2,
     "maxItems": 2,
@@ -231,7 +231,7 @@ class Settings:
     # fmt: on
 
     def __hash__(self) -> int:
-        # These fields distinguish most settings; some other fields are dicts, which have no hash.
+        # These fields differ between most settings. Not all fields have a hash, because some are dicts.
         return hash((self.strategy, self.model, self.gpus, self.precision))
 
     def get_extension_keys(self, keys: type[ExtensionKeys]) -> ExtensionKeys:

@@ -11,8 +11,8 @@ from typing import Any
 from stratbench.cell.coordinates import Cell
 from stratbench.study.snakemake_internals import start_jobs_in_order
 
-#: A priority is a number with three digits: repeat, comparison and cell. These are the bases of the digits.
-#: Larger bases would overflow the integers of the solver that Snakemake uses without `scheduler: greedy`.
+#: A priority combines three numbers: repeat, comparison and cell. These are their upper limits. Larger ones
+#: would overflow the integers of the solver that Snakemake uses without `scheduler: greedy`.
 REPEATS, COMPARISONS, PLACES = 1000, 1000, 1000
 
 

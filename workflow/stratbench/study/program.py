@@ -86,7 +86,7 @@ def stop_process_tree(pid: int, signum: int, frame: object) -> None:
     """
     import psutil
 
-    if os.getpid() != pid:  # this process is a fork, and its parent ends all child processes
+    if os.getpid() != pid:  # in a forked child; the parent ends all child processes
         os._exit(128 + signum)
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

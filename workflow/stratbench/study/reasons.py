@@ -10,7 +10,7 @@ from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_count, join_with_and
 
-#: Reason of a failed job that has written none.
+#: Text for a failed job that has written no reason.
 NO_EVIDENCE = "ended before it could report a reason; its log may have one"
 #: Maximum number of lines of a summary; further reasons are only counted.
 MAX_LINES = 12

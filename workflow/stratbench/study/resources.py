@@ -16,7 +16,7 @@ from stratbench.cell.settings import Settings
 
 #: Time limit in minutes of a job whose cell has neither a time limit nor a planned time.
 UNLIMITED_MIN = 24 * 60
-#: Memory in MiB that a job needs in addition to the planned processes: for two Snakemake processes, the
+#: Memory in MiB that a job needs besides the processes in the plan: for two Snakemake processes, the
 #: launcher, the fork server and the sampler.
 JOB_MIB = 1024
 

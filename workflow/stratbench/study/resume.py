@@ -29,7 +29,7 @@ def report_finished_jobs(workflow: Any, jobs: Sequence[Any]) -> None:
         if not all(Path(path).exists() for path in job.output):
             continue
         planned = internals.is_planned_job(workflow, job)
-        # The job has finished after Snakemake planned it. A new plan leaves the job out.
+        # The job finished after Snakemake had planned it, so Snakemake must plan anew.
         must_restart |= planned and internals.had_missing_output(workflow, job)
         cut_off = planned and internals.has_incomplete_files(workflow, job)
         unknown = not planned and not internals.has_metadata(workflow, job)
@@ -66,7 +66,7 @@ def retrain_results_of_changed_data(workflow: Any, path: Path, settings: Setting
         trained = made["trained"].values() if "trained" in made else [made["settings"]]
         others = any(s["data_spec"] != settings.data_spec for s in trained)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return  # the code that reads the file reports that it is missing or unreadable
+        return  # a missing or unreadable file is reported by the code that uses it
     if others:
         internals.force_file(workflow, str(path))
         if settings.dataset not in _told:

@@ -131,7 +131,7 @@ def run_snakemake_with_handler(handler: logging.Handler) -> None:
     """Run Snakemake on this process's arguments with a log handler. Exit with its exit code."""
     import snakemake.cli
 
-    # Snakemake clears the handlers of its own logger, `snakemake.logging`.
+    # Snakemake's own logger is `snakemake.logging`, whose handlers Snakemake clears.
     logging.getLogger("snakemake").addHandler(handler)
     snakemake.cli.main()
 
@@ -173,7 +173,7 @@ def fail_job_silently(workflow: Any, job: Any) -> None:
     workflow.scheduler.error_callback(job)
 
 
-def exclude_nodes(executor: Any, nodes: str) -> None:
-    """Make the SLURM plugin exclude `nodes` from all later submissions."""
+def exclude_nodes(executor: Any, node_names: str) -> None:
+    """Make the SLURM plugin exclude `node_names` from all later submissions."""
     if hasattr(executor, "_failed_nodes"):
-        executor._failed_nodes.add(nodes)
+        executor._failed_nodes.add(node_names)

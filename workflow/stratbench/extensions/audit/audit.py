@@ -65,7 +65,7 @@ RULES: tuple[Rule, ...] = tuple(
 def audit_cells(
     cells: pd.DataFrame,
     records: Sequence[Record] = (),
-    floors: dict[str, float] | None = None,
+    accuracy_floors: dict[str, float] | None = None,
     timelines: Mapping[CellKey, Timeline] | None = None,
     study_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
@@ -76,11 +76,11 @@ def audit_cells(
     Args:
         cells: Rows of cells.csv.
         records: The records.
-        floors: See `AuditData`.
+        accuracy_floors: See `AuditData`.
         timelines: See `AuditData`.
         study_dir: See `AuditData`.
     """
-    evidence = AuditData(cells, records, floors, timelines, study_dir)
+    evidence = AuditData(cells, records, accuracy_floors, timelines, study_dir)
     findings = [
         {
             "rule": rule.id,

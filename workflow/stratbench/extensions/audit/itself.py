@@ -168,7 +168,7 @@ def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
                 "memory.model_states, in all,", sum(states.values()), "memory.peak_bytes", peak
             )
         if size and (parts := facts("strategy.traits.weight_parts")):
-            # The tolerance is large, because shards of small layers are padded.
+            # The tolerance of 30 % is for small layers, whose shards are padded.
             yield from iter_inequality_messages(
                 "memory.model_states.parameters_bytes", states["parameters_bytes"],
                 f"a part of {parts} of the model", size / parts, 0.3, 8192,

@@ -23,7 +23,7 @@ def find_too_large_memory_reduction(evidence: AuditData) -> Iterator[Case]:
     for group, rows in evidence.groups.items():
         other = evidence.find_unsharded_rival(group)
         if other is None or evidence.get_common_value(group, "strategy_kind") == "server":
-            continue  # parameter servers store a part of the model states
+            continue  # a part of the model states is on parameter servers, not on workers
         # On CPUs only model states are compared, because the peak memory contains more than tensors.
         on_cpu = (rows["device_kind"] == "cpu").any()
         for column, name in columns.items():
@@ -53,8 +53,8 @@ def find_oom_with_more_workers(evidence: AuditData) -> Iterator[Case]:
     ]
     for row in iter_table_rows(failed.drop_duplicates(GROUP)):
         group = Group(row.experiment, row.strategy, row.model, row.gpus)
-        # Groups with a smaller global batch are left out: with weak scaling each worker's batch stays the
-        # same.
+        # With weak scaling, fewer workers have a smaller global batch, and each worker needs no more
+        # memory. Such groups are left out.
         fewer = [
             k
             for k in evidence.list_groups_with_any_worker_count(group)

@@ -46,7 +46,7 @@ class Finding:
 class AuditData:
     """Data that rules check: rows of cells.csv, with the cells' records and timelines if available.
 
-    `floors` has the accuracy that any working training reaches, by data set, for published tables.
+    `accuracy_floors` has the accuracy that any working training reaches, by data set, for published tables.
     `timelines` are by key of their cell, and `study_dir` is results/<study>.
     """
 
@@ -54,7 +54,7 @@ class AuditData:
         self,
         cells: pd.DataFrame,
         records: Sequence[Record] = (),
-        floors: dict[str, float] | None = None,
+        accuracy_floors: dict[str, float] | None = None,
         timelines: Mapping[CellKey, Timeline] | None = None,
         study_dir: Path | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class AuditData:
         cells = cells[cells["strategy_kind"] != "own"]
         self.cells = cells
         self.records = [r for r in records if r["strategy"]["kind"] != "own"]
-        self.floors = floors or {}
+        self.floors = accuracy_floors or {}
         self.timelines = timelines or {}
         self.study_dir = study_dir
         #: Rows of the cells that stratbench's own loop trained and that ended well. `groups` has the same

@@ -21,7 +21,7 @@ from stratbench.extensions.audit.rule import (
     rule,
 )
 
-#: Share of the reference cell's gain over guessing that a working training reaches in as many epochs.
+#: A working training gains at least this share of the reference cell's gain over guessing.
 MIN_GAIN_SHARE = 0.5
 #: Largest number of standard deviations that chance may explain.
 MAX_CHANCE_DEVIATIONS = 3.0
@@ -226,7 +226,7 @@ def iter_cells_far_from_median(
         usual = median(values)
         maximum = compute_max_rounding_difference(cells[0], value_name, usual)
         for i, value in enumerate(values):
-            # Two values are equally far from their median, so half of the limit applies.
+            # `maximum` limits the difference of two values, each of which is half of it from their median.
             if abs(value - usual) > (maximum if len(cells) > 2 else maximum / 2):
                 deviations[i].append(EpochDeviation(epoch, value, usual))
     yield from ((facts, own) for facts, own in zip(cells, deviations, strict=True) if own)

@@ -18,7 +18,7 @@ from stratbench.extensions.audit.across_cells.confounding import (
 
 TEMPLATE = Path(__file__).parent / "templates" / "audit.html.j2"
 
-#: Largest number of places or strategies that a line of the list names.
+#: Maximum number of names in a line of the list.
 MAX_NAMED = 3
 _PLACE = ("experiment", "strategy", "model")
 

@@ -26,14 +26,14 @@ from stratbench.extensions.audit.rule import (
 SLOW_ALONE, SUPERLINEAR, UNEVEN_STEPS, SYNTHETIC = 1.15, 1.03, 2.0, 1.05
 #: Ratio above which a strategy on one worker is suspiciously faster than `single`.
 MAX_SPEEDUP_ALONE = 1.15
-#: Milliseconds per step that sharding may take on the CPU.
+#: Largest CPU time of sharding per step in milliseconds that is not suspicious.
 MAX_SHARDING_MS = 5.0
-#: Number of digits in which two training times do not agree by chance.
+#: Minimum number of digits of two equal training times that cannot be equal by chance.
 MIN_EQUAL_DIGITS = 4
 #: Largest tolerated shares: of waiting for data in a step, and of late starts in the training time.
 MAX_DATA_SHARE, MAX_SKEW_SHARE = 0.10, 0.02
-#: Relative standard deviation of undisturbed repeats, and the number of cells of which one exceeds the limit
-#: by chance. The limit follows from both: it is 10 % with two repeats, and 5 % with ten.
+#: Relative standard deviation of undisturbed repeats; and N, if chance makes one cell in N exceed the limit.
+#: The limit follows from both: it is 10 % with two repeats, and 5 % with ten.
 USUAL_DEVIATION, BY_CHANCE = 0.03, 1000
 
 
@@ -121,7 +121,7 @@ def iter_superlinear_speedups_over_stopped_cells(
     few, limit_s = max((s for s in workers_and_limit_s if s[0] < group.gpus), default=(0, 0.0))
     if not time_s or not few:
         return
-    # The time limit includes phases besides training, which are assumed to take as long as in this group.
+    # The time limit includes phases besides training. They are assumed to take as long as in `group`.
     rest_s = sum(
         evidence.compute_median(group, f"{part}_s") or 0.0
         for part in ("setup", "data", "warmup", "eval")
@@ -185,7 +185,7 @@ def find_workers_that_start_late(facts: Facts) -> Iterator[str]:
     strategy's time contains the wait for the late start.
     """
     if facts.status != "ok" or facts("strategy.kind") != "collective":
-        return  # with servers the clock starts once, when all workers are ready
+        return  # with servers, the training time starts when all workers are ready
     together_s = sum(facts("time.start_skew_ms") or ()) / 1e3
     train_s = facts("time.train_time_s")
     if together_s > MAX_SKEW_SHARE * train_s:

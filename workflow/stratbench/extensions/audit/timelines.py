@@ -39,8 +39,7 @@ CAPPED_SAMPLES, CAPPED_POWER = 0.05, 0.9
 UNCAPPED_POWER = 0.5
 #: Time constant of the kernel's average `load_1m`, in seconds.
 LOAD_TIME_CONSTANT_S = 60.0
-#: Largest share that the load before the cell may have in the average `load_1m`. With a larger share, the
-#: cell's own load is not computed.
+#: Maximum share of `load_1m` that may come from before the cell. Above it, the cell's load is not computed.
 MAX_EARLIER_LOAD_SHARE = 0.6
 #: Load per core up to which a machine never counts as overloaded.
 HARMLESS_LOAD_PER_CORE = 0.75
@@ -200,7 +199,10 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
 
 
 def estimate_load_during_cell(
-    cell_s: float, load_before: float | None, load_after: float, samples: SampleSeries | None
+    cell_duration_s: float,
+    load_before: float | None,
+    load_after: float,
+    samples: SampleSeries | None,
 ) -> float:
     """Estimate the mean load during a cell from `load_1m`.
 
@@ -208,12 +210,12 @@ def estimate_load_during_cell(
     subtracted. The result is 0 if that part is too large.
 
     Args:
-        cell_s: Time of the cell in seconds.
+        cell_duration_s: Time of the cell in seconds.
         load_before: Load at the cell's start, if known.
         load_after: Load at the cell's end.
         samples: Samples of the load, if any.
     """
-    spans = [(load_before, load_after, cell_s)]
+    spans = [(load_before, load_after, cell_duration_s)]
     if samples is not None and "load_1m" in samples.first_values_by_column:
         first, last = (
             samples.first_values_by_column["load_1m"],

@@ -15,12 +15,11 @@ from stratbench.telemetry.machine.hardware import find_datasheet
 #: Largest possible bytes per second, by kind of strategy. For collectives it is what one GPU sends over
 #: NVLink 5, for servers the traffic of one server node.
 MAX_BYTES_PER_S = {"collective": 900e9, "server": 200e9}
-#: Smallest share of its datasheet's rate at which a used NVLink sends. PCIe and Ethernet reach about this
-#: share of NVLink's rate, or less.
+#: An NVLink counts as used from this share of its datasheet's rate. PCIe and Ethernet hardly reach the share.
 MIN_USED_LINK_SHARE = 0.1
 #: Bytes sent per step above which the latency of all-reduces over NVLinks is negligible.
 MIN_SENT_BYTES = 32 * 2**20
-#: Smallest share of a step that is exposed communication, so that the links are the bottleneck.
+#: Share of exposed communication in a step above which the links are the bottleneck.
 MIN_EXPOSED_SHARE = 0.1
 
 

@@ -63,7 +63,7 @@ def find_workers_that_wait_for_cores(facts: Facts) -> Iterator[str]:
     """
     cores = count_usable_cpu_cores({"workers": facts.workers})
     if facts.status != "ok" or (cores and cores < len(facts.workers) + len(facts.servers)):
-        return  # the cell's own processes wait for each other, which the rule processes-share-cores reports
+        return  # the cell's own processes share cores, which the rule processes-share-cores reports
     shares = [
         (w["core_wait_s"] / w["train_time_s"], w)
         for w in facts.workers

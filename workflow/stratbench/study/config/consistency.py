@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from itertools import chain
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.options import list_json_types
@@ -27,7 +27,7 @@ from stratbench.workload.data.datasets import DATASETS
 from stratbench.workload.data.sources import DataError
 from stratbench.workload.network import libraries, models, own
 
-#: Largest length of a cell's joined names: the file system limits a file name to 255 bytes.
+#: Maximum length of a cell's joined names. The file system limits a file name to 255 bytes.
 MAX_NAME_BYTES = 240
 
 
@@ -80,7 +80,8 @@ def check_name_lengths(study: str, experiment: str, block: Mapping[str, Any]) ->
         "strategy": max(block["strategies"], key=len),
         "model": max(block["models"], key=len),
     }
-    repeat = 999  # `stratbench verdict` may train more repeats than the config has
+    # upper limit, because `stratbench verdict` may train more repeats than the config has
+    repeat = 999
     length = len("_".join([*longest.values(), str(max(block["gpus"])), str(repeat)]))
     if length <= MAX_NAME_BYTES:
         return
@@ -322,14 +323,23 @@ def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
     return ", ".join(values) or "neither"
 
 
+class StrategyOptions(NamedTuple):
+    """A strategy or variant of an experiment: its name, base strategy and options."""
+
+    name: str
+    base_strategy: str
+    options: dict[str, Any]
+
+
 def iter_strategy_options(
     block: Mapping[str, Any], study: Mapping[str, Any]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+) -> Iterator[StrategyOptions]:
     """Yield each strategy or variant's name, base strategy and options, for an experiment."""
     for name in block["strategies"]:
         variant = {"strategy": name} if name in REGISTRY else dict(study["variants"][name])
         base, _ = variant.pop("strategy"), variant.pop("settings", None)
-        yield name, base, asdict(get_strategy_class(base).Options(**variant))
+        options = asdict(get_strategy_class(base).Options(**variant))
+        yield StrategyOptions(name, base, options)
 
 
 def _list_strategy_meshes(

@@ -46,7 +46,7 @@ def format_config_path(path: Iterable[str | int]) -> str:
     return "".join(n if n.isprintable() else repr(n)[1:-1] for n in names).lstrip(".")
 
 
-#: Keys of other trainers, each with the key of config.yaml that has its meaning.
+#: Key of config.yaml with the same meaning, by the key of another training program.
 ELSEWHERE = {
     "batch_size": "global_batch",
     "train_batch_size": "global_batch",
@@ -64,7 +64,7 @@ ELSEWHERE = {
     "world_size": "gpus",
 }
 
-#: Earlier names of keys and options, each with the present name.
+#: Present name of each renamed key and option, by its earlier name.
 RENAMED = {
     "accumulate": "gradient_accumulation_steps",
     "clip_norm": "max_grad_norm",

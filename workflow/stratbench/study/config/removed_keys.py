@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: Removed keys, each with a sentence on its replacement. A key of the top level is `NAME`, that of a block
+#: A sentence on the replacement of each removed key. A key of the top level is `NAME`, that of a block
 #: `cluster.NAME` or `decide.NAME`, and a setting `experiment.NAME`.
 REMOVED_KEYS: dict[str, str] = {
     "cluster.cells_per_job": "each cell is a SLURM job of its own (docs/slurm.md, Many small cells)",

@@ -299,7 +299,7 @@ def _explain_schema_error(fault: Any, key: str | None) -> str:
             message = f"{setting}: must have {bound} {rule} entries. {about}"
         case "minItems" | "minProperties" | "minLength":
             message = f"{at}: must not be empty. {about}"
-        # This pattern has the allowed words of a key. The pattern of a name has the type string.
+        # Patterns without `type: string` list the words that a key allows; patterns with it are for names.
         case "pattern" if fault.schema["type"] != "string":
             message = f"{setting}: is not allowed. {about}"
         case "pattern":

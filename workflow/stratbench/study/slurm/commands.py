@@ -6,7 +6,7 @@ import os
 import subprocess
 
 TIMEOUT_S = 120.0
-#: Exit code that stands for a missing command, as in shells.
+#: Exit code if a command does not exist, as in shells.
 NOT_THERE = 127
 #: Prefixes of environment variables that change what SLURM's commands show.
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")

@@ -32,7 +32,7 @@ from stratbench.study.slurm.unstarted_jobs import rule_not_started_reason
 from stratbench.study.slurm.waiting import describe_progress
 from stratbench.study.snakemake_internals import exclude_nodes, extend_executor, fail_job_silently
 
-#: Seconds between two requests for the states of all jobs: at first, and at most while no job ends.
+#: Seconds between two requests for the states of all jobs: after a job has ended, and the maximum.
 FIRST_LOOK_S, MAX_LOOK_S = 5.0, 60.0
 #: Period in seconds at which a waiting executor checks whether Snakemake ends.
 WAKE_S = 0.5
@@ -113,7 +113,7 @@ class JobFollower(RemoteExecutor):
         with f.lock:
             f.last_message_s = time.monotonic()
             f.waiting_jobs.first_output_by_job_id.pop(job_info.external_jobid, None)
-            # If SLURM limits the number of jobs, it accepts another job now.
+            # A user's limit on the number of jobs may now allow another job.
             f.postponed_jobs.next_submission_at_s = 0.0
 
     def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
@@ -238,9 +238,9 @@ class JobFollower(RemoteExecutor):
             f.print_message(self._describe_progress(live))
         self._schedule_next_check(has_ended)
 
-    def _schedule_next_check(self, has_ended: bool) -> None:
+    def _schedule_next_check(self, any_job_has_ended: bool) -> None:
         looked_s = self.next_seconds_between_status_checks
-        pause_s = FIRST_LOOK_S if has_ended else min(looked_s + 10, MAX_LOOK_S)
+        pause_s = FIRST_LOOK_S if any_job_has_ended else min(looked_s + 10, MAX_LOOK_S)
         with self.followed.lock:
             if self.followed.postponed_jobs.jobs:
                 until_s = self.followed.postponed_jobs.next_submission_at_s - time.monotonic()
@@ -262,10 +262,10 @@ class JobFollower(RemoteExecutor):
         if state and word not in job_states.FAILED:
             return None
         if self._has_written_outputs(info.job):
-            return ""  # the job has its result, even if SLURM killed it afterwards
+            return ""  # the job wrote its result before SLURM killed it
         settings = self.workflow.executor_settings
         if word in ("NODE_FAIL", "PREEMPTED") and state and getattr(settings, "requeue", False):
-            return None  # SLURM starts the job again
+            return None  # SLURM restarts the job by itself
         if word == "NODE_FAIL" and state:
             exclude_nodes(self, state.node_names)
         if not word:

@@ -63,7 +63,7 @@ class FollowedRun:
     lock: threading.RLock = field(default_factory=threading.RLock)
     run_is_ending: threading.Event = field(default_factory=threading.Event)
     submitted_job_ids: set[str] = field(default_factory=set)
-    old_output_signatures: dict[Any, Any] = field(default_factory=dict)
+    old_output_signatures: dict[Any, dict[str, FileSignature | None]] = field(default_factory=dict)
     omitted_since_s_by_job_id: dict[str, float] = field(default_factory=dict)
     reported_refusal_reasons: set[str] = field(default_factory=set)
     num_succeeded_jobs: int = 0

@@ -99,7 +99,7 @@ def find_refused_cells(
             nodes.select_partition_nodes(cluster_nodes, partition),
             is_from_profile,
         )
-        # The worker jobs of an elastic cell may use another partition.
+        # An elastic cell also has worker jobs. Their partition may differ, so all nodes count.
         if sentence is None and from_config.worker:
             sentence = nodes.job_too_large_reason(cell, settings, from_config.worker, cluster_nodes)
         if sentence:

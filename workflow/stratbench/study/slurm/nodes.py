@@ -16,7 +16,7 @@ from stratbench.study.slurm.commands import read_command_output
 #: sinfo's format, a line per node and partition: partition (`*` marks the default one), node, CPUs, memory in
 #: MiB, GPUs, time limit.
 _FORMAT = "%P|%N|%c|%m|%G|%l"
-#: Largest number of reasons that are printed; cells with further reasons are only counted.
+#: Maximum number of reasons that are printed. Cells with other reasons are only counted.
 MAX_PRINTED_REASONS = 5
 
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-#: Seconds for which submissions are tried again while SLURM does not answer.
+#: Time in seconds without an answer of SLURM after which submissions are no longer retried.
 SILENCE_S = 600.0
 #: Shortest and longest pause between two attempts to submit, in seconds. The pause doubles after each
 #: attempt.

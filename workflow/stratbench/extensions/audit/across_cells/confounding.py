@@ -22,7 +22,7 @@ from stratbench.extensions.audit.rule import AuditData, Case, rule
 MAX_EXPLAINED_RATIO = 1.25
 #: Probability of a false finding per experiment, and the smallest relative change of times that is reported.
 FALSE_FINDING_PROBABILITY, MIN_CHANGE = 0.001, 0.03
-#: Fewest runs of a strategy on a host that no other strategy used. Fewer runs may be on one host by chance.
+#: Minimum number of a strategy's runs on a host of its own. With fewer, the finding may be chance.
 MIN_RUNS_ON_OWN_HOST = 3
 #: Smallest correlation between the times of successive runs that is reported, in standard errors of
 #: independent runs.

@@ -27,14 +27,13 @@ from stratbench.telemetry.machine.foreign_processes import OTHERS_BYTES
 
 #: Largest tolerated share of samples in which a GPU is throttled.
 MAX_THROTTLED_SHARE = 0.01
-#: Cores that other processes may use when a cell starts: a number, or a share of the node's cores if larger.
+#: Cores that other processes may use when a cell starts: the larger of a number and a share of all cores.
 MAX_OTHER_CORES, MAX_OTHER_CORES_SHARE = 0.25, 0.05
 #: Upper bound on the GPU memory of a process's CUDA context, which takes 300 to 600 MiB.
 MAX_CONTEXT_BYTES = GIB * 3 // 4
 #: Upper bound on GPU memory that a process has outside of the allocator: context, NCCL and cuDNN.
 MAX_LIBRARY_BYTES = 4 * GIB
-#: Shortest overlap of two cells in seconds that is reported, because start and end are recorded in whole
-#: seconds.
+#: Shortest reported overlap of two cells in seconds. Starts and ends are recorded in whole seconds.
 MIN_OVERLAP_S = 2.5
 
 
@@ -298,7 +297,7 @@ def list_cores_and_count_threads(host: str, record: Record) -> tuple[set[int], i
 
 
 def iter_concurrent_cells(
-    evidence: AuditData, list_places: Callable[[Record], Iterable[str]]
+    evidence: AuditData, list_hosts_or_gpus: Callable[[Record], Iterable[str]]
 ) -> Iterator[ConcurrentCells]:
     """Yield pairs of cells that used one host or GPU at the same time.
 
@@ -306,7 +305,7 @@ def iter_concurrent_cells(
 
     Args:
         evidence: Data of the audit.
-        list_places: Returns the hosts or GPUs of a record.
+        list_hosts_or_gpus: Returns the hosts or GPUs of a record.
     """
     stays: dict[str, list[tuple[datetime, datetime, Record]]] = defaultdict(list)
     for record in evidence.records:
@@ -314,7 +313,7 @@ def iter_concurrent_cells(
             get_field_by_path(record, f"provenance.{end}") for end in ("started", "finished")
         )
         stayed = not record.get("elastic") and not get_field_by_path(record, "restarts.between_s")
-        for place in list_places(record) if begun and ended and stayed else ():
+        for place in list_hosts_or_gpus(record) if begun and ended and stayed else ():
             stay = (datetime.fromisoformat(begun), datetime.fromisoformat(ended), record)
             stays[place].append(stay)
     for place, listed in stays.items():
@@ -323,5 +322,5 @@ def iter_concurrent_cells(
             together_s = (min(until, ended) - begun).total_seconds()
             if together_s > MIN_OVERLAP_S:
                 yield ConcurrentCells(place, together_s, one, later)
-            if ended > until:  # the next cell may overlap with the cell that ends last
+            if ended > until:  # later cells are compared with the cell that ends last
                 until, one = ended, later

@@ -21,12 +21,11 @@ WORKER_SPECIFIC_FIELDS = (
     *("environment.GLOO_SOCKET_IFNAME", "environment.NCCL_SOCKET_IFNAME"),
     "environment.TORCHINDUCTOR_CACHE_DIR",  # each job has another folder for this cache
 )
-#: Prefixes of the paths of record fields that count as different if only some of the compared cells have
-#: them.
+#: Prefixes of record field paths. Such a field counts as different if only some compared cells have it.
 FIELDS_REQUIRED_IN_ALL = ("settings.", "worker.", "provenance.git.")
-#: Prefixes of the paths of record fields that have only default values if no worker has reported.
+#: Prefixes of record field paths whose values are only defaults in a record without workers.
 FIELDS_OF_WORKERS = ("strategy.wrap_groups", "strategy.traits.")
-#: Text in place of the value of a field that only other cells or workers have.
+#: Text for the value of a field that is missing in this record but not in others.
 NOT_STATED = "not stated"
 #: Settings that may differ between compared cells, because a study varies them.
 VARIED_SETTINGS = ("strategy", "options", "gpus", "per_worker_batch", "seed")
@@ -150,7 +149,7 @@ def collect_field_texts_by_path(record: Record) -> FieldTexts:
     for path, value in leaves:
         if not record["workers"] and path.startswith(FIELDS_OF_WORKERS):
             continue
-        # Only the number format of a value such as `float16 (autocast)` is compared.
+        # Of a value such as `float16 (autocast)`, only the first word is compared.
         word = path == "strategy.details.compute_dtype" and isinstance(value, str)
         if value is not None:
             texts[path].add(str(value.split()[0] if word else value))
