@@ -205,6 +205,11 @@ def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
 FASTEST = "fastest"
 
 
+def get_algorithm_name(algorithm: Algorithm) -> str:
+    """Return the name of an algorithm in `links.csv`, such as `ring`."""
+    return algorithm.__name__.removeprefix("compute_").removesuffix("_cost")
+
+
 def get_algorithms_by_name(name: str, library: str, kind: str) -> tuple[Algorithm, ...]:
     """Return the collective algorithms for which a name in `links.csv` stands.
 
@@ -220,7 +225,7 @@ def get_algorithms_by_name(name: str, library: str, kind: str) -> tuple[Algorith
     """
     if name == FASTEST:
         return ALGORITHMS[library][kind]
-    known = {f.__name__: f for f in (ring, tree, hierarchical, direct, served)}
+    known = {get_algorithm_name(f): f for f in (ring, tree, hierarchical, direct, served)}
     if name not in known:
         raise ValueError(
             f"links.csv: unknown algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}"
@@ -356,7 +361,7 @@ def _fit_links_and_algorithms(
         log_sd = math.sqrt(
             statistics.fmean(compute_squared_log_error(t, f) for f, of_fit in each for t in of_fit)
         )
-        fits.append(_Fit(misfit, log_sd, links, first_algorithm.__name__))
+        fits.append(_Fit(misfit, log_sd, links, get_algorithm_name(first_algorithm)))
         before, chosen = chosen, [a for _, a in fastest]
         if chosen == before:
             break
