@@ -59,7 +59,7 @@ def kept(
         return keepers[0]
 
     result = train(strategy, worker, data, worker.folder.path, make_keeper)
-    count = keepers[0].end(result.status, chosen=True)["checkpoints"]["count"]
+    count = keepers[0].end(result.status, reports_for_all=True)["checkpoints"]["count"]
     return result, count, [p.detach().clone() for p in strategy.local]
 
 

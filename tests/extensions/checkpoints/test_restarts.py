@@ -283,7 +283,7 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
         clock.mark_step_end()
         clock.end_epoch()
         keeper.act_after_step(step, [])
-    assert keeper.end("ok", chosen=True)["checkpoints"]["count"] == 2
+    assert keeper.end("ok", reports_for_all=True)["checkpoints"]["count"] == 2
     assert checkpoints.list_checkpoint_steps(folder) == {4}
     path = checkpoints.get_checkpoint_path(folder, 4)
     held = path.read_bytes()

@@ -92,7 +92,7 @@ def get_traits(
     if replaces_lost_workers:
         traits = replace(traits, ends_with_a_worker=False)
     if not loss_adds_up:
-        # Updates equal DDP's only with DDP's parts of a batch: one per worker.
+        # The updates equal DDP's only if a batch is divided as by DDP: into one part per worker.
         parts = strategy.mesh(gpus).replicas * strategy.num_batch_parts
         traits = replace(
             traits,

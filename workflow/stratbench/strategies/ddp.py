@@ -181,7 +181,8 @@ class DDP(collective.Collective):
             is_synchronous_on_one_worker=True,
             equals_ddp=exact,
             updates_per_step=1,
-            # PowerSGD has no such number of copies: its traffic depends on the shapes of all parameters.
+            # With PowerSGD the number of copies is unknown: the traffic depends on the shapes of all
+            # parameters.
             ring_copies={"none": 2, "powersgd": None}.get(self.compress, 1),
         )
 
@@ -269,7 +270,8 @@ class DDP(collective.Collective):
         if self.compressor is not None:
             gradients = self.compressor.compute_mean_bytes_per_step(self.parameters, self.steps)
         buffers = sum(b.nbytes for b in self.model.buffers())
-        # The term `buffers` is their broadcast before a step's forward. In its ring, W - 1 of W workers send.
+        # Before a step's forward the buffers are broadcast in a ring, in which W - 1 of the W workers send
+        # them.
         traffic = collective.describe_ring_traffic((w - 1) / w * (2 * gradients + buffers))
         before, after = self._warm_up, read_sampled_step_times(self.module, self._sample_every)
         steps = after.steps - before.steps

@@ -256,16 +256,18 @@ class StepClock:
     def _compute_oldest_step_times(self) -> None:
         """Compute the times of at most two steps: the oldest that the device has completed."""
         for _ in range(2):
-            length = self._labels.index(_STEP) + 1
-            if length < len(self._labels) and self._stamps[length].query():
-                self._compute_step_times(length)
+            mark_count = self._labels.index(_STEP) + 1
+            if mark_count < len(self._labels) and self._stamps[mark_count].query():
+                self._compute_step_times(mark_count)
 
-    def _compute_step_times(self, length: int) -> None:
-        """Compute step times from the first `length` marks, which end with a step."""
+    def _compute_step_times(self, mark_count: int) -> None:
+        """Compute step times from the first `mark_count` marks. The last one is the end of a step."""
         name_of = {label: phase for phase, label in self._label_of.items()}
         step_start = before = self._stamps[0]
         in_step: dict[str, float] = {}
-        for label, stamp in zip(self._labels[:length], self._stamps[1 : length + 1], strict=True):
+        for label, stamp in zip(
+            self._labels[:mark_count], self._stamps[1 : mark_count + 1], strict=True
+        ):
             span_ms = self._measure_span_ms(before, stamp)
             before = stamp
             if label != _STEP:
@@ -283,8 +285,8 @@ class StepClock:
                 self._phases[phase] = steps + 1, total_ms + phase_ms
             in_step = {}
         if self._on_cuda:
-            self._spare_events.extend(self._stamps[:length])
-        del self._stamps[:length], self._labels[:length]
+            self._spare_events.extend(self._stamps[:mark_count])
+        del self._stamps[:mark_count], self._labels[:mark_count]
 
 
 class Phases:

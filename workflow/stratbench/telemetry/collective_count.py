@@ -37,35 +37,39 @@ _KINDS = {
 _FUNCTIONAL = "_c10d_functional"
 
 
-def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
+def detect_collective(
+    operator: Any, operator_args: Any, operator_kwargs: Any
+) -> CollectiveCall | None:
     """Return the collective that an operator starts, or None for an operator that starts none.
 
     Args:
-        op: The operator.
-        args: Positional arguments of the operator.
-        kwargs: Keyword arguments of the operator.
+        operator: The operator.
+        operator_args: Positional arguments of the operator.
+        operator_kwargs: Keyword arguments of the operator.
 
     Raises:
         NotImplementedError: If the operator is an unknown collective.
     """
-    if op.namespace not in ("c10d", _FUNCTIONAL):
+    if operator.namespace not in ("c10d", _FUNCTIONAL):
         return None
-    name = op.__name__.partition(".")[0].strip("_")
+    name = operator.__name__.partition(".")[0].strip("_")
     kind = _KINDS.get(name)
     if kind is None:
         raise NotImplementedError(
-            f"PyTorch's collective {op.name()!r} is unknown here, so its traffic cannot be counted"
+            f"PyTorch's collective {operator.name()!r} is unknown here, so its traffic cannot be counted"
         )
     if kind == "":
         return None
-    each = [t.numel() * t.element_size() for t in iter_nested_tensors((args, kwargs))]
-    group = find_process_group((args, kwargs))
+    each = [
+        t.numel() * t.element_size() for t in iter_nested_tensors((operator_args, operator_kwargs))
+    ]
+    group = find_process_group((operator_args, operator_kwargs))
     ranks = group and group.size()
     # Gather and scatter have two tensors: the larger one is whole, the other one a rank's share of it.
     n_bytes = max(each) if "gather" in kind or "scatter" in kind else sum(each)
-    if op.namespace == _FUNCTIONAL and kind == "all_gather":
+    if operator.namespace == _FUNCTIONAL and kind == "all_gather":
         n_bytes *= ranks
-    waiter = _get_collective_waiter(op, args, kwargs)
+    waiter = _get_collective_waiter(operator, operator_args, operator_kwargs)
     is_all = ranks in (None, torch.distributed.get_world_size())
     if is_all:
         return CollectiveCall(kind, n_bytes, waiter=waiter)
@@ -73,12 +77,14 @@ def detect_collective(op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
     return CollectiveCall(kind, n_bytes, ranks, rank_stride=max(1, second - first), waiter=waiter)
 
 
-def _get_collective_waiter(op: Any, args: Any, kwargs: Any) -> Literal["user", "stream", "none"]:
+def _get_collective_waiter(
+    operator: Any, operator_args: Any, operator_kwargs: Any
+) -> Literal["user", "stream", "none"]:
     """Return what waits for a collective that an operator starts, as in `CollectiveCall.waiter`."""
-    if op.namespace == _FUNCTIONAL:
+    if operator.namespace == _FUNCTIONAL:
         return "user"
-    names = [argument.name for argument in get_schema_arguments(op)]
-    arguments = dict(zip(names, args, strict=False)) | kwargs
+    names = [argument.name for argument in get_schema_arguments(operator)]
+    arguments = dict(zip(names, operator_args, strict=False)) | operator_kwargs
     return "none" if arguments.get("async_op", True) else "stream"
 
 

@@ -62,7 +62,11 @@ def count_flops(
 
 
 def _count_convolution_backward_flops(
-    grad: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_named: Any
+    grad_shape: Sequence[int],
+    x_shape: Sequence[int],
+    weight_shape: Sequence[int],
+    *rest: Any,
+    **_named: Any,
 ) -> int:
     """Return the floating-point operations of a convolution's backward, given the shapes of its tensors.
 
@@ -70,4 +74,9 @@ def _count_convolution_backward_flops(
     that of the weight each take as many operations as forward.
     """
     *_, transposed, _output_padding, _groups, wanted = rest
-    return 2 * math.prod(x if transposed else grad) * math.prod(weight[1:]) * sum(wanted[:2])
+    return (
+        2
+        * math.prod(x_shape if transposed else grad_shape)
+        * math.prod(weight_shape[1:])
+        * sum(wanted[:2])
+    )

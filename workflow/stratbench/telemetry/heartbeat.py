@@ -16,11 +16,12 @@ from typing import NamedTuple
 #: Signal on which a process of a cell writes the stacks of its threads. Processes without a handler ignore
 #: it.
 STACK_SIGNAL = signal.SIGUSR1
-# Number of steps, and three times in ns. In native byte order each number is written at once.
+# Layout of the first fields: the number of steps, and three times in ns. In native byte order the CPU writes
+# each number in one operation.
 _FORM = struct.Struct("QQQQ")
-#: Form of the field after the times: the number of shard groups that the worker has called in this step.
+#: Layout of the field after the times: the number of shard groups that the worker has called in this step.
 _CALLS = struct.Struct("Q")
-#: Form of the entry for one called shard group: its number.
+#: Layout of the entry for one called shard group: its number.
 _CALL = struct.Struct("H")
 #: Largest number of calls of shard groups that are stored per step.
 MAX_CALLS = 1024

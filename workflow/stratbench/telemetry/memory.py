@@ -23,7 +23,8 @@ from stratbench.telemetry.shards import free_gathered_parameters, get_local_shar
 from stratbench.workload.torch_internals import free_cublas_workspaces
 
 METHOD_RESET = "vmhwm"
-# Without a reset at start(), the kernel's peak may be from before start(), so it is an upper bound.
+# Method if the kernel's peak cannot be reset at start(). The peak may then be from before start(), so it is
+# an upper bound.
 METHOD_LIFETIME = "vmhwm-since-process-start"
 METHOD_MAXRSS = "maxrss-since-process-start"
 METHOD_CUDA = "cuda-allocator"
@@ -52,8 +53,8 @@ class MemoryMeter:
         if self.device.type == "cuda":
             self._nvml = self._nvml or Nvml()
             torch.cuda.synchronize(self.device)
-            # The base must not contain cuBLAS's workspaces (tens of MiB per stream), which are no model
-            # states.
+            # The memory in use at the start must not contain cuBLAS's workspaces (tens of MiB per stream),
+            # which are no model states.
             free_cublas_workspaces()
             torch.cuda.reset_peak_memory_stats(self.device)
             self._method = METHOD_CUDA

@@ -291,8 +291,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     stop, wake = threading.Event(), threading.Event()
 
-    def handle_signal(number: int, frame: object) -> None:
-        if number != _WAKE:
+    def handle_signal(signum: int, frame: object) -> None:
+        if signum != _WAKE:
             stop.set()
         wake.set()
 

@@ -203,7 +203,7 @@ def set_process_environment(job: Job, on_one_host: bool) -> None:
     # workers.
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     if on_one_host and not job.use_cuda:
-        # Otherwise gloo would look up this host's own name, which not every machine can resolve.
+        # Without this variable gloo would look up this host's own name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     elif not on_one_host:
         set_gloo_interface()

@@ -302,7 +302,7 @@ def find_largest_worker_memory(workers: list[dict[str, Any]]) -> dict[str, Any]:
         "method": worst["method"],
         "peak_bytes": worst["peak_bytes"],
         "peak_over_base_bytes": worst["peak_over_base_bytes"],
-        # A command does not report its model states.
+        # None if a user's command trained, which does not report its model states.
         "model_states": largest or None,
         **{key: worst[key] for key in ("requested_peak_bytes", "cublas_bytes") if key in worst},
     }

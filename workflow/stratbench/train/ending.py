@@ -110,7 +110,8 @@ def classify_collective_ending(
         workers: Results of the workers by rank.
     """
     s, step = job.settings, find_first_step_with_unequal_calls(read_worker_states(job))
-    # This cause comes first: if workers call different collectives, gloo aborts and NCCL waits forever.
+    # Different collectives are the first cause to check: their symptoms are an abort of gloo, or a hang of
+    # NCCL.
     if step is not None:
         return CellEnding(
             "unsupported", different_group_calls_reason(s.model, s.strategy, f"step {step}")
@@ -119,8 +120,8 @@ def classify_collective_ending(
     if killed:
         return CellEnding("error", read_nccl_watchdog_reason(job, killed) or str(killed[0]))
     if reason := find_error_cause(workers, reached_time_limit=exits.reached_time_limit):
-        # `reason` is from a worker that has waited too long in a collective. Others, which still run, did not
-        # reach it.
+        # `reason` is from a worker that has waited too long in a collective. Other workers, which still run,
+        # did not reach this collective.
         waits = hang_reason(read_worker_states(job)) if "Timed out waiting" in reason else None
         return CellEnding("error", f"{reason}; {waits}" if waits else reason)
     if exits.reached_time_limit or exits.has_hung:

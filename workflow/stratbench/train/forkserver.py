@@ -47,7 +47,7 @@ FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
 #: Name of the environment variable with the value that CUDA_VISIBLE_DEVICES had when the shared server
 #: started.
 GPUS_VARIABLE = "STRATBENCH_FORK_SERVER_GPUS"
-#: Form of each answer of the server, a number: 0 as greeting, then the pid or the fork's negative error
+#: Layout of each answer of the server, a number: 0 as greeting, then the pid or the fork's negative error
 #: number, and at the end the exit code.
 _ANSWER = struct.Struct("!i")
 _REQUEST_TIMEOUT_S = 10.0
@@ -335,10 +335,10 @@ class _Server:
             connection.close()
 
     @staticmethod
-    def _send_answer(connection: socket.socket, number: int) -> None:
+    def _send_answer(connection: socket.socket, answer: int) -> None:
         # The launcher may have ended, so that nobody receives the answer.
         with contextlib.suppress(OSError):
-            connection.sendall(_ANSWER.pack(number))
+            connection.sendall(_ANSWER.pack(answer))
 
     def _run_child(self, request: dict[str, Any]) -> None:
         """Run the requested function in the forked process, and exit."""

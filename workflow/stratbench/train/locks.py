@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from stratbench.cell.locks import (
     create_temporary_locked_folder,
@@ -121,16 +122,21 @@ def _format_lock_holder() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
 
 
-def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, bool]:
+class _LockedFile(NamedTuple):
+    """File that this process has locked."""
+
+    descriptor: int
+    #: Whether this process had to wait for the lock.
+    has_waited: bool
+
+
+def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> _LockedFile:
     """Lock a file, after waiting for the process that holds the lock now.
 
     Args:
         path: File to lock.
         reason: Why the file may be locked, for messages.
-        wait: Whether to wait. If not, Held is raised.
-
-    Returns:
-        The file descriptor of the locked file, and whether the function has waited.
+        wait: Whether to wait. If not, LockHeld is raised.
     """
     waited = False
     while (descriptor := try_to_lock_file(path)) is None:
@@ -144,7 +150,7 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[int, boo
             )
             waited = True
         time.sleep(POLL_S)
-    return descriptor, waited
+    return _LockedFile(descriptor, waited)
 
 
 def lock_cell_as_worker(logs: Path) -> None:

@@ -245,7 +245,8 @@ def free_warm_up_collective_tensors(device: torch.device) -> None:
     of the peak after a short warm-up.
     """
     torch.cuda.synchronize(device)
-    # The watchdog must have seen the end of all collectives. One more collective then frees their tensors.
+    # NCCL's watchdog must have seen the end of all collectives. One more collective then frees the tensors of
+    # the earlier ones.
     wait_for_collectives()
     dist.all_reduce(torch.zeros(1, device=device))
 

@@ -47,7 +47,7 @@ def _is_gpu_full() -> bool:
         return False
     try:
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-    except RuntimeError:  # CUDA does not work
+    except RuntimeError:  # torch raises this if CUDA does not work
         return False
     cached_bytes = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     refused = torch.cuda.memory_stats().get("num_ooms", 0)

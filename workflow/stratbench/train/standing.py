@@ -200,20 +200,20 @@ def failed_at_limit_reason(job: Job) -> str | None:
 
     The cell counts as failed if no worker had taken a step, or if it hung (`hang_reason`).
     """
-    standings = read_worker_states(job)
+    worker_states = read_worker_states(job)
     results = job.folder.read_worker_results(job.world_size)
     limit = f"the cell's limit of {job.time_limit_s:g} s"
     ranks = range(job.world_size)
     if not any(
-        _has_taken_step(job, rank, standings.get(rank), results.get(rank)) for rank in ranks
+        _has_taken_step(job, rank, worker_states.get(rank), results.get(rank)) for rank in ranks
     ):
         known = {
-            rank: standings.get(rank) or WorkerState(0, read_worker_phase(job, rank))
+            rank: worker_states.get(rank) or WorkerState(0, read_worker_phase(job, rank))
             for rank in ranks
         }
         address = format_help_address("no step within")
         return f"no step within {limit}; {_format_worker_states(known)} {address}"
-    return hang_reason(standings) if len(standings) == job.world_size else None
+    return hang_reason(worker_states) if len(worker_states) == job.world_size else None
 
 
 def read_worker_states(job: Job) -> dict[int, WorkerState]:
@@ -224,13 +224,13 @@ def read_worker_states(job: Job) -> dict[int, WorkerState]:
     }
 
 
-def find_first_step_with_unequal_calls(standings: Mapping[int, WorkerState]) -> int | None:
+def find_first_step_with_unequal_calls(worker_states: Mapping[int, WorkerState]) -> int | None:
     """Return the step in which two workers called different shard groups. None without a difference.
 
     Steps count from 1. If a worker has only called fewer groups than another, that is no difference, because
     the worker may be slower.
     """
-    first, *others = standings.values() or [WorkerState(0, "")]
+    first, *others = worker_states.values() or [WorkerState(0, "")]
     for other in others:
         pairs = zip(first.called_groups, other.called_groups, strict=False)
         if first.steps == other.steps and any(a != b for a, b in pairs):
@@ -238,10 +238,10 @@ def find_first_step_with_unequal_calls(standings: Mapping[int, WorkerState]) -> 
     return None
 
 
-def hang_reason(standings: Mapping[int, WorkerState]) -> str | None:
+def hang_reason(worker_states: Mapping[int, WorkerState]) -> str | None:
     """Return a sentence with the workers' last states if all running workers hang, else None."""
-    running = {rank: standing for rank, standing in standings.items() if standing.exit_code is None}
-    if not running or not all(standing.is_hung for standing in running.values()):
+    running = {rank: state for rank, state in worker_states.items() if state.exit_code is None}
+    if not running or not all(state.is_hung for state in running.values()):
         return None
     quiet_s = min(s.without_progress_s for s in running.values())
     longest_s = max(s.longest_step_s for s in running.values())
@@ -253,14 +253,14 @@ def hang_reason(standings: Mapping[int, WorkerState]) -> str | None:
 
 
 def _has_taken_step(
-    job: Job, rank: int, standing: WorkerState | None, result: dict[str, Any] | None
+    job: Job, rank: int, state: WorkerState | None, result: dict[str, Any] | None
 ) -> bool:
     """Return whether a worker has certainly taken a training step.
 
     If the worker's agent has written no state, the worker's result or phase log decides.
     """
-    if standing is not None:
-        return standing.steps > 0
+    if state is not None:
+        return state.steps > 0
     if result is not None and result["status"] in ("ok", "diverged"):
         return True
     return any(
@@ -268,14 +268,14 @@ def _has_taken_step(
     )
 
 
-def _format_worker_states(standings: Mapping[int, WorkerState]) -> str:
+def _format_worker_states(worker_states: Mapping[int, WorkerState]) -> str:
     """Return the last known state of each worker as text.
 
     The ranks with the fewest steps come first, because others wait for them.
     """
     by_state: dict[str, list[int]] = {}
-    for rank, standing in sorted(standings.items(), key=lambda item: (item[1].steps, item[0])):
-        by_state.setdefault(str(standing), []).append(rank)
+    for rank, state in sorted(worker_states.items(), key=lambda item: (item[1].steps, item[0])):
+        by_state.setdefault(str(state), []).append(rank)
     groups = [
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in by_state.items()

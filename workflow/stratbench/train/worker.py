@@ -207,10 +207,10 @@ def train_as_worker(job: Job, rank: int, local_rank: int) -> dict[str, Any]:
     measured = build_worker_result(result, start, rank)
     if watch is not None:
         measured["compile"] = watch.summarize_compilations()
-    chosen = strategy.is_evaluator
+    reports_for_all = strategy.is_evaluator
     for activity in activities:
-        measured |= activity.end(result.status, chosen)
-    if chosen:
+        measured |= activity.end(result.status, reports_for_all)
+    if reports_for_all:
         measured |= count_sample_flops(s, built)
     add_model_descriptions(measured, ready, strategy, data)
     strategy.close()

@@ -36,8 +36,9 @@ class CheckpointWriter(Beside):
         return "checkpoints" in job.settings.more and not job.is_in_block
 
     def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> TrainingStart:
-        """Restore the training state from the checkpoint from which this attempt resumes. Without a
-        checkpoint, training starts from the beginning.
+        """Restore the training state from the checkpoint from which this attempt resumes.
+
+        Without a checkpoint, training starts from the beginning.
 
         Raises:
             DamagedCheckpoint: The checkpoint is damaged. It was deleted, so that the next attempt resumes
@@ -114,9 +115,10 @@ class CheckpointWriter(Beside):
             "written_s": before["written_s"] + sum(writer.written_s),
         }
 
-    def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        """Wait until the last checkpoint is on disk. Return the number and times of all checkpoints, and the
-        bytes per checkpoint.
+    def end(self, status: str, reports_for_all: bool) -> dict[str, Any]:
+        """Wait until the last checkpoint is on disk.
+
+        Return the number and times of all checkpoints, and the bytes per checkpoint.
         """
         self._writer.wait_for_checkpoint_write()
         one = sum(t.nbytes for t in self.strategy.state_tensors())

@@ -36,10 +36,10 @@ class CommandRunner(Runner):
     def runs_cells_with(cls, s: Settings) -> bool:
         return get_strategy_class(s.strategy).kind == "own"
 
-    def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
+    def read_exits(self, job: Job, missing_exit_code: int | None) -> list[agent.ProcessExit]:
         ends = {e["node"]: e["exit_code"] for e in read_exit_statuses(job.folder, job.n_nodes)}
         return [
-            agent.ProcessExit(get_command_file_stem(n), ends.get(n, lost))
+            agent.ProcessExit(get_command_file_stem(n), ends.get(n, missing_exit_code))
             for n in range(job.n_nodes)
         ]
 

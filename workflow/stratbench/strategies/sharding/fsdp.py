@@ -248,8 +248,8 @@ class FSDP(Sharded):
         self.policy = policy = self._make_mixed_precision_policy(worker.settings.precision)
         apart: list[nn.Module] = []
         if policy is not None:
-            # BatchNorm gets a shard group without the policy: its statistics are float32, so its weights must
-            # be, too.
+            # BatchNorm gets its own shard group without mixed precision: its statistics are float32, so its
+            # weights must be, too.
             apart = [m for m in model.modules() if isinstance(m, BatchNorm)]
             if apart:
                 fully_shard(apart, **arguments)

@@ -38,8 +38,8 @@ class GroupCalls:
         self._now, self._heartbeat = 0, heartbeat
         for i, (_, modules) in enumerate(groups, 1):
             for module in modules:
-                # The hook comes first (`prepend`), so that a call is stored before the gathering, which may
-                # hang.
+                # The hook runs before FSDP's (`prepend`): it stores the call even if gathering the parameters
+                # hangs.
                 module.register_forward_pre_hook(partial(self._record_group_call, i), prepend=True)
 
     def _record_group_call(self, group: int, _module: nn.Module, _inputs: Any) -> None:

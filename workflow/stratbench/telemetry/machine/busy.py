@@ -29,7 +29,7 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
     begun_s = time.monotonic()
     time.sleep(window_s)
     after, total_after = _read_cpu_s_by_pid(), _read_busy_cpu_s()
-    # Processes that this process has started meanwhile are no other programs, either.
+    # Processes that this process started during the measurement do not count as other programs either.
     ours |= _list_related_pids()
     elapsed_s = time.monotonic() - begun_s
     cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}

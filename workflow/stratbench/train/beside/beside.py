@@ -57,12 +57,12 @@ class Beside:
         `losses` are the losses of the epoch in progress.
         """
 
-    def end(self, status: str, chosen: bool) -> dict[str, Any]:
+    def end(self, status: str, reports_for_all: bool) -> dict[str, Any]:
         """End the activity after all measurements. Return entries to add to the worker's result.
 
         Args:
             status: Status of the training, such as `ok`.
-            chosen: Whether this worker reports the results for all: rank 0, or the worker that evaluated for
-                the servers.
+            reports_for_all: Whether this worker reports the results for all: rank 0, or the one that
+                evaluated for the servers.
         """
         return {}

@@ -25,10 +25,10 @@ class Profile(Beside):
     def is_active_in(cls, job: Job) -> bool:
         return job.settings.profile
 
-    def end(self, status: str, chosen: bool) -> dict[str, Any]:
-        if status == "ok" and (chosen or self.strategy.kind == "collective"):
+    def end(self, status: str, reports_for_all: bool) -> dict[str, Any]:
+        if status == "ok" and (reports_for_all or self.strategy.kind == "collective"):
             with self.phases("profile"):
-                trace = self.job.folder.profile_trace_path if chosen else None
+                trace = self.job.folder.profile_trace_path if reports_for_all else None
                 record_profiler_trace(self.strategy, self.data, self.worker, trace)
         return {}
 

@@ -91,6 +91,6 @@ def run_module_on_nodes(
             try:
                 process.wait(timeout=SRUN_END_S)
             except subprocess.TimeoutExpired:
-                process.kill()  # SLURM ends other processes with the job
+                process.kill()  # this kills only srun; SLURM ends its processes on the nodes with the job
                 process.wait()
     return process.returncode

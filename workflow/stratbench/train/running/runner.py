@@ -140,15 +140,15 @@ class Runner:
             watch.stop()
         ended = code != 0
         hung = ended and hang_reason(read_worker_states(job)) is not None
-        exits = self.read_exits(job, lost=1 if ended and not late else None)
+        exits = self.read_exits(job, missing_exit_code=1 if ended and not late else None)
         return agent.Exits(exits, reached_time_limit=late and ended, has_hung=hung and not late)
 
-    def read_exits(self, job: Job, lost: int | None) -> list[agent.ProcessExit]:
+    def read_exits(self, job: Job, missing_exit_code: int | None) -> list[agent.ProcessExit]:
         """Read how the processes on all nodes ended, which srun does not report.
 
         Args:
             job: Job of the cell.
-            lost: Exit code for a process that left no information.
+            missing_exit_code: Exit code for a process that left no information.
         """
         standings = read_worker_states(job)
         return [

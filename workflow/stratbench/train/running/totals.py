@@ -19,7 +19,7 @@ def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[
     return {
         "train_time_s": max(w["train_time_s"] for w in workers),
         "samples_seen": sum(w["samples"] for w in each),
-        # If a step is skipped (fp16), all workers skip it, so the updates of one worker are those of each.
+        # All workers skip the same steps (fp16), so every worker has as many updates as the first.
         "samples_applied": sum(w["samples"] // max(1, w["steps"]) * updates for w in each),
         "updates_applied": updates,
         "epoch_times_s": first["epoch_times_s"],
