@@ -275,7 +275,7 @@ for command in (
         (["plan", "paper:v2"], "has no config to plan"),
         (["compare", "a=paper:v1"], "has a single set"),
         (["compare", "a=paper:v1", "paper:v2"], "each set needs its own name"),
-        (["export", "paper:v2", "--to", "excel"], "--to excel: is no format; use parquet"),
+        (["export", "paper:v2", "--to", "excel"], "--to excel: this is not a format; use parquet"),
         (["decide", "--out", "there"], "--out is only for a result set"),
         (["decide", "--jobs", "4"], "write the value of an option of Snakemake with ="),
         (["plan"], "no config.yaml is in this folder"),

@@ -310,7 +310,7 @@ def test_the_paper_says_how_little_its_versions_can_be_compared():
         "epochs 100 against not stated"
     }
     assert describe_comparison(found).startswith(
-        "12 of 12 times in v2 equal those in v1 to the last digit, so that they were not measured twice. "
+        "12 of 12 times in v2 equal those in v1 to the last digit, so they were measured only once. "
     )
     assert "Only one of the two sets states these values: precision" in describe_comparison(found)
     assert "22 cells finished only in v2." in describe_comparison(found)

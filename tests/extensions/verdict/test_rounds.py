@@ -74,7 +74,7 @@ def test_a_round_makes_its_blocks_and_whole_trainings(tmp_path):
     assert (plan.order, plan.seed, plan.steps) == (("ddp", "ps-async"), 5, 60)
     assert list(found.get_cell_settings(plan)) == ["ddp", "ps-async"]
     with pytest.raises(
-        ConfigError, match="e/vgg-compact/2gpu/block2 is not in the verdict's present round"
+        ConfigError, match="e/vgg-compact/2gpu/block2 is not in the verdict's current round"
     ):
         found.get_block_plan(wildcards(2))
 
@@ -148,7 +148,7 @@ def test_a_command_that_fails_is_told(tmp_path):
 def test_a_round_that_would_be_the_next_again_ends_the_chain(tmp_path):
     first = determine_next_round(tmp_path, content())
     assert len(first.blocks) == 1
-    with pytest.raises(ConfigError, match="would be the same again"):
+    with pytest.raises(ConfigError, match="would repeat this one"):
         first.is_followed_by_round()
     for said, goes_on in ((content(done=True), False), (content(full_runs=[]), True)):
         first._command = determine_next_round(tmp_path, said)._command

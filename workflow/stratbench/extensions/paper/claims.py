@@ -154,7 +154,8 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     is_ours = published.mask_cells_in_paper(cells)
     listed = findings.to_dict("records")
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
-    # All printed values count, even if the audit finds them wrong, because the claim is about these.
+    # The paper claims something about its printed values, so all of them count, even if the audit finds them
+    # wrong.
     own = {version: read_printed_and_trusted_groups(version)[0] for version in ("v1", "v2")}
     notes = published.read_explanations().set_index("about").to_dict("index")
     rows = []

@@ -13,7 +13,8 @@ from stratbench.statistics.intervals import IntervalEstimate, compute_geometric_
 
 #: Name in claims.csv of the metric on memory.
 MEMORY_RATIO = "memory of ddp / memory of fsdp"
-#: Names in claims.csv of the metrics on the size of VGG16, with the factor from its number of parameters.
+#: Names in claims.csv of the metrics on the size of VGG16, each with the factor by which the number of
+#: parameters is multiplied.
 VGG16_SIZE_METRICS = {
     "parameters of vgg16 in fp32 (MB)": 4e-6,
     "parameters of vgg16 / 4 (millions)": 1e-6 / 4,
@@ -258,14 +259,16 @@ def has_same_work(groups: Repeats, one: Group, other: Group) -> bool:
     return bool((first == second).all())
 
 
-def make_vgg16_size_metric(factor: float) -> ClaimMetric:
-    """Return a metric: the number of parameters of our VGG16, times `factor`."""
+def make_vgg16_size_metric(parameter_count_factor: float) -> ClaimMetric:
+    """Return a metric: the number of parameters of our VGG16, times `parameter_count_factor`."""
 
     def iter_vgg16_sizes(groups: Repeats) -> Iterator[ClaimValue]:
         for (_, _, model, _), rows in groups.ok.items():
             counts = rows["model_parameters"].dropna()
             if model == "vgg16" and len(counts):
-                yield ClaimValue("vgg16", float(counts.iloc[0]) * factor, range_kind="exact")
+                yield ClaimValue(
+                    "vgg16", float(counts.iloc[0]) * parameter_count_factor, range_kind="exact"
+                )
                 return
 
     return iter_vgg16_sizes
@@ -276,7 +279,7 @@ _ANY_STRATEGY_LABEL = "{strategy}, {model} on {gpus}"
 
 METRICS: dict[str, ClaimMetric] = {
     MEMORY_RATIO: make_ratio_metric(
-        # On one GPU, FSDP shards nothing, so that it needs as much memory as DDP.
+        # On one GPU, FSDP shards nothing, so it needs as much memory as DDP.
         lambda group: make_strategy_pair_selector("ddp", "fsdp")(group) if group.gpus > 1 else None,
         column="peak_memory_bytes",
         concerns="memory",

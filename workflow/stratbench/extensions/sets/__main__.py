@@ -12,6 +12,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records import collect
 from stratbench.cell.files import format_os_error
 from stratbench.cell.text.words import format_count
+from stratbench.command import ExitCode
 from stratbench.extensions.sets.archive import SetError
 from stratbench.extensions.sets.bundle import write_bundle
 from stratbench.extensions.sets.check import INVALID
@@ -19,7 +20,7 @@ from stratbench.extensions.sets.export import EXPORTS, export_set
 from stratbench.extensions.sets.reading import read_set
 
 
-def bundle_study(args: argparse.Namespace) -> int:
+def bundle_study(args: argparse.Namespace) -> ExitCode:
     """Write the results of a study to one file, a bundle."""
     path, manifest = write_bundle(args.study_dir, json.loads(args.config), args.hosts, args.out)
     records = sum(name.endswith("record.json") for name in manifest["files"])
@@ -34,7 +35,7 @@ def bundle_study(args: argparse.Namespace) -> int:
     return 0
 
 
-def export_named_set(args: argparse.Namespace) -> int:
+def export_named_set(args: argparse.Namespace) -> ExitCode:
     """Write a result set in the formats of other tools, such as MLflow."""
     result_set = read_set(args.set, expected=collect.read_expected_record_options(args))
     for folder in export_set(result_set, dict.fromkeys(args.to), args.out):
@@ -43,7 +44,7 @@ def export_named_set(args: argparse.Namespace) -> int:
     return 0
 
 
-def compare_named_sets(args: argparse.Namespace) -> int:
+def compare_named_sets(args: argparse.Namespace) -> ExitCode:
     """Compare result sets with the first of them, and write a page.
 
     Return the exit code: 1 if a set is slower by more than the allowed share.

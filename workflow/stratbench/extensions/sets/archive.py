@@ -33,7 +33,8 @@ MAX_MEMBERS = 50_000
 MAX_MEMBER_BYTES = 64 << 20
 #: Largest unpacked size of all members together, in bytes.
 MAX_BYTES = 1 << 30
-#: Largest unpacked size, as a multiple of the compressed size. It is checked from RATIO_FROM_BYTES on.
+#: Largest unpacked size, as a multiple of the compressed size. An unpacked size below RATIO_FROM_BYTES is not
+#: checked.
 MAX_RATIO, RATIO_FROM_BYTES = 200, 16 << 20
 #: Largest size of a member's entry in the directory of a zip file, in bytes.
 _DIRECTORY_BYTES = 600

@@ -11,7 +11,7 @@ from typing import Any
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import make_decisions, read_evidence, write_decisions
 from stratbench.cell.text.words import replace_control_characters, wrap_lines
-from stratbench.command import CommandError
+from stratbench.command import CommandError, ExitCode
 from stratbench.command.subcommands import apply_config_changes
 from stratbench.extensions.sets.archive import SetError, extract_bundle
 from stratbench.extensions.sets.check import INVALID, choose_check_exit_code, describe_result_set
@@ -41,7 +41,7 @@ def read_set_or_fail(source: str) -> ResultSet:
         raise CommandError(str(error)) from None
 
 
-def check_set_source(source: str) -> int:
+def check_set_source(source: str) -> ExitCode:
     """Check a result set, print its content and audit findings, and return the exit code.
 
     Args:
@@ -59,7 +59,7 @@ def check_set_source(source: str) -> int:
     return choose_check_exit_code(result_set)
 
 
-def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) -> int:
+def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) -> ExitCode:
     """Decide from a result set, print and write the decisions, and return the exit code.
 
     Args:
@@ -85,7 +85,7 @@ def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) 
         tables = (result_set.cells, result_set.findings)
         made = make_decisions(*tables, constraints, list(evidence.values()))
         answers = write_decisions(made, tables[1], constraints, *written, evidence)
-    # This includes ConfigError, which is a ValueError.
+    # A ConfigError is a ValueError, too.
     except ValueError as error:
         raise CommandError(str(error)) from None
     print(replace_control_characters(answers))
@@ -95,7 +95,7 @@ def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) 
 
 def compare_set_sources(
     named_sources: Sequence[str], config_pairs: Sequence[str], out: Path | None
-) -> int:
+) -> ExitCode:
     """Compare result sets with the first one, write the page, and return the exit code.
 
     The exit code is 1 if a set is slower by more than `compare.fail_above`.
@@ -129,7 +129,7 @@ def compare_set_sources(
         raise CommandError(str(error)) from None
 
 
-def export_set_source(source: str, formats: Sequence[str], out: Path | None) -> int:
+def export_set_source(source: str, formats: Sequence[str], out: Path | None) -> ExitCode:
     """Write a result set in formats of other tools, and return the exit code.
 
     Args:
@@ -146,7 +146,7 @@ def export_set_source(source: str, formats: Sequence[str], out: Path | None) -> 
     return 0
 
 
-def plan_from_bundle(source: str, config_pairs: Sequence[str], out: Path | None) -> int:
+def plan_from_bundle(source: str, config_pairs: Sequence[str], out: Path | None) -> ExitCode:
     """Plan a bundle's study from its config and records, and return the exit code.
 
     Args:

@@ -160,7 +160,7 @@ def _read_folder(
     """
 
     def make_set_error(error: Exception | str) -> SetError:
-        # A message on a bundle shows the path in the bundle, and not that in the temporary folder.
+        # The message shows the path in the bundle, and not the path in the temporary folder.
         return SetError(
             f"{source}: {str(error).replace(f'{folder}/', '')}" if manifest else str(error)
         )
@@ -228,7 +228,7 @@ def _list_cells_of_set(
         if path.parent.relative_to(folder / "cells").as_posix() in known:
             continue
         if has_list and not manifest:
-            continue  # The study's config no longer has this cell, because cells.json does not list it.
+            continue  # cells.json does not list this cell: it was removed from the study's config.
         try:
             content = read_json(path)
             cell = _parse_cell(content["cell"])
@@ -244,7 +244,7 @@ def _read_cell_list(path: Path, make_error: SetErrorMaker) -> Iterator[Cell]:
     try:
         listed = read_json(path)
         if not isinstance(listed, list):
-            raise ValueError("the file has no JSON list")
+            raise ValueError("the file is not a JSON list")
         for coordinates in listed:
             yield _parse_cell(coordinates)
     except (OSError, ValueError, TypeError) as e:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from stratbench.command import CommandError
+from stratbench.command import CommandError, ExitCode
 from stratbench.command.in_folder import check_packages_installed
 from stratbench.command.subcommands import (
     Run,
@@ -50,7 +50,7 @@ def add_subcommands(add: SubcommandAdder) -> None:
 
 def add_set_argument(
     command: argparse.ArgumentParser,
-    run_for_set: Callable[[argparse.Namespace], int],
+    run_for_set: Callable[[argparse.Namespace], ExitCode],
     allowed_sets: str,
     folder_suffix: str | None = None,
 ) -> None:
@@ -101,12 +101,12 @@ def add_compare_subcommand(add: SubcommandAdder) -> None:
 
 
 def run_for_set_or_study(
-    run_for_set: Callable[[argparse.Namespace], int],
+    run_for_set: Callable[[argparse.Namespace], ExitCode],
     run_for_study: Run,
     out_is_for_sets: bool,
     args: argparse.Namespace,
     others: list[str],
-) -> int:
+) -> ExitCode:
     """Run a command for the named result set, or else for this folder's study.
 
     Args:
@@ -117,7 +117,7 @@ def run_for_set_or_study(
         others: Other arguments, which are options of Snakemake.
     """
     if args.set:
-        # Without "=", the value of an option of Snakemake would be the name of a set.
+        # Without "=", the value of an option of Snakemake would be taken for the name of a set.
         if others:
             raise CommandError(
                 f"{' '.join(others)}: is no option for a result set; write the value of an option of "
@@ -132,14 +132,14 @@ def run_for_set_or_study(
     return run_for_study(args, others)
 
 
-def run_decide_for_set(args: argparse.Namespace) -> int:
+def run_decide_for_set(args: argparse.Namespace) -> ExitCode:
     """Run `stratbench decide SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
     return from_set.decide_from_set(args.set, list_config_pairs(args), args.out)
 
 
-def run_plan_for_bundle(args: argparse.Namespace) -> int:
+def run_plan_for_bundle(args: argparse.Namespace) -> ExitCode:
     """Run `stratbench plan BUNDLE`, and return the exit code."""
     check_packages_installed("torch")
     from stratbench.extensions.plan.subcommands import check_no_single_model_options
@@ -151,7 +151,7 @@ def run_plan_for_bundle(args: argparse.Namespace) -> int:
     return from_set.plan_from_bundle(args.set, list_config_pairs(args), args.out)
 
 
-def run_check_for_set(args: argparse.Namespace) -> int:
+def run_check_for_set(args: argparse.Namespace) -> ExitCode:
     """Run `stratbench check SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
@@ -159,12 +159,12 @@ def run_check_for_set(args: argparse.Namespace) -> int:
     return from_set.check_set_source(args.set)
 
 
-def run_compare(args: argparse.Namespace, others: list[str]) -> int:
+def run_compare(args: argparse.Namespace, others: list[str]) -> ExitCode:
     """Run `stratbench compare` on named sets, or else the rule `compare`. Return the exit code."""
     # The share has no exponent, because YAML reads 1e-05 as text.
     limit = [] if args.fail_above is None else [f"compare={{fail_above: {args.fail_above:.9f}}}"]
 
-    def compare_named_sets(args: argparse.Namespace) -> int:
+    def compare_named_sets(args: argparse.Namespace) -> ExitCode:
         from stratbench.extensions.sets import from_set
 
         return from_set.compare_set_sources(args.set, [*list_config_pairs(args), *limit], args.out)
@@ -183,11 +183,11 @@ def get_checked_formats(args: argparse.Namespace) -> list[str]:
     from stratbench.extensions.sets.export import EXPORTS
 
     if unknown := [name for name in args.to if name not in EXPORTS]:
-        raise CommandError(f"--to {unknown[0]}: is no format; use {', '.join(EXPORTS)}")
+        raise CommandError(f"--to {unknown[0]}: this is not a format; use {', '.join(EXPORTS)}")
     return args.to
 
 
-def run_export_for_set(args: argparse.Namespace) -> int:
+def run_export_for_set(args: argparse.Namespace) -> ExitCode:
     """Run `stratbench export SET`, and return the exit code."""
     from stratbench.extensions.sets import from_set
 
@@ -195,12 +195,12 @@ def run_export_for_set(args: argparse.Namespace) -> int:
     return from_set.export_set_source(args.set, get_checked_formats(args), args.out)
 
 
-def run_export(args: argparse.Namespace, others: list[str]) -> int:
+def run_export(args: argparse.Namespace, others: list[str]) -> ExitCode:
     """Run `stratbench export`, which runs the rule `export`. Return the exit code."""
     return print_rule_answer(args, others, [f"export=[{', '.join(get_checked_formats(args))}]"])
 
 
-def run_bundle(args: argparse.Namespace, others: list[str]) -> int:
+def run_bundle(args: argparse.Namespace, others: list[str]) -> ExitCode:
     """Run `stratbench bundle`, which runs the rule `bundle`. Return the exit code."""
     hosts = ["bundle={hosts: replaced}"] if args.replace_hosts else []
     return print_rule_answer(args, others, hosts)

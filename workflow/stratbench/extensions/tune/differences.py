@@ -100,13 +100,13 @@ def fit_margins_to_sweeps(rows: Iterable[Mapping[str, str]]) -> dict[tuple[str, 
     }
 
 
-def compute_upper_prediction_bound(values: list[float]) -> float:
+def compute_upper_prediction_bound(planned_ratios: list[float]) -> float:
     """Return the bound that a new value exceeds with probability ERROR_PROBABILITY.
 
     With few values, the bound is the largest value.
     """
-    rank = math.ceil((1 - ERROR_PROBABILITY) * (len(values) + 1))
-    return sorted(values)[min(rank, len(values)) - 1]
+    rank = math.ceil((1 - ERROR_PROBABILITY) * (len(planned_ratios) + 1))
+    return sorted(planned_ratios)[min(rank, len(planned_ratios)) - 1]
 
 
 def group_rows_by_sweep(

@@ -41,8 +41,8 @@ from stratbench.strategies.base import Traits
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 
-#: Largest planned memory of a combination to measure, as a multiple of the device's memory. The plan may
-#: predict too much memory, so that combinations between 1 and this factor are measured, too.
+#: Largest planned memory of a combination to measure, as a multiple of the device's memory. It is above 1,
+#: because the plan may predict too much memory.
 MEMORY_FACTOR = 1.5
 #: Outcomes of the filters. Only combinations with the outcome MEASURED or OUT_OF_MEMORY are in the study that
 #: `tune` runs.
@@ -351,7 +351,7 @@ def _filter_combination_by_plan(
     if fit.needed_bytes > MEMORY_FACTOR * memory_bytes:
         fate = TOO_LARGE
         reason = f"needs {fit.needed_bytes / memory_bytes:.1f} times the memory of {fit.device}"
-    # Public sweeps cover GPUs only, so that combinations on CPUs are not compared by their planned times.
+    # Public sweeps cover GPUs only, so combinations on CPUs are not compared by their planned times.
     amounts = (
         compute_difference_amounts(planned.subject) if planned.subject.request.is_on_cuda else None
     )

@@ -10,7 +10,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-#: Repeats of each cell in the full matrix that a verdict replaces; also the most full runs of one leader.
+#: Number of repeats per cell in the full matrix, the study that a verdict replaces. Each strategy also has at
+#: most this number of full runs.
 MATRIX_REPEATS = 3
 #: Fewest and most timed steps of a segment.
 MIN_STEPS, MAX_STEPS = 50, 300

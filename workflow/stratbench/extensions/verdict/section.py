@@ -86,7 +86,7 @@ def format_ratio_of_nearest_rival(comparison: Mapping[str, Any]) -> str:
     ]
     if not known:
         return ""
-    # A dropped alternative counts only if no alternative is left in the comparison.
+    # Alternatives that are still in the comparison come before dropped ones.
     nearest = min(known, key=lambda ratio: (bool(ratio["reason"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
 

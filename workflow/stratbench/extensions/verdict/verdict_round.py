@@ -121,7 +121,7 @@ class Round:
         path = BLOCK_PATTERN.format(**wildcards)
         if path not in self.blocks:
             raise ConfigError(
-                f"the block {path} is not in the verdict's present round; run `snakemake verdict` to run the "
+                f"the block {path} is not in the verdict's current round; run `snakemake verdict` to run the "
                 "blocks of this round"
             )
         return self.blocks[path]
@@ -181,8 +181,9 @@ class Round:
             return False
         if all(following[key] == self.content[key] for key in ("comparisons", "full_runs")):
             raise ConfigError(
-                "all files of this round of the verdict exist, but the next round would be the same again; "
-                "run `snakemake verdict` to see which files are not used, and why"
+                "all files of this round of the verdict exist, but the verdict does not use all of them, so "
+                "the next round would repeat this one; run `snakemake verdict` to see which files are not used, "
+                "and why"
             )
         return True
 

@@ -11,6 +11,7 @@ from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.decide import describe_decisions
 from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import replace_control_characters, wrap_lines
+from stratbench.command import ExitCode
 from stratbench.extensions.sets.archive import NAME, SetError, quote_untrusted_value
 from stratbench.extensions.sets.comparing import figures, page, regression, tables
 from stratbench.extensions.sets.comparing.comparison import compare_result_sets, describe_comparison
@@ -30,7 +31,7 @@ def compare_sets_with_first(
     allowed_slowdown: float | None = None,
     prices: Mapping[str, float] | None = None,
     constraints: Constraints | None = None,
-) -> int:
+) -> ExitCode:
     """Compare result sets with the first set, write a page, and return the exit code.
 
     The page is <out_root>/<names>/index.html. Tables, figures and a page of all cells are next to it. The
@@ -107,7 +108,7 @@ def claim_comparison_folder(folder: Path, sources_by_name: Mapping[str, str]) ->
 
 def make_comparison_folder_name(names: Iterable[str]) -> str:
     """Return the name of the folder for a comparison. Sets with other names have another folder."""
-    # The name of a set has no "+", so that the joined names are unique.
+    # The name of a set has no "+", so the joined names are unique.
     name = "+".join(names)
     if len(name) <= _MAX_FOLDER_NAME:
         return name

@@ -169,7 +169,7 @@ class StrategyMean:
     """Geometric mean of a strategy's time ratios, over the cells of a model, then over models."""
 
     strategy: str
-    #: Number of workers of the cells; None if the mean is over all numbers.
+    #: Number of workers of the cells; None if the mean is over cells of all worker counts.
     gpus: int | None
     #: Mean ratio. Its interval is over models or, if there is one model, over repeats.
     time_ratio: IntervalEstimate
@@ -252,7 +252,7 @@ class SetMeasurements:
         findings = result_set.findings.to_dict("records")
         self.repeats = Repeats(result_set.cells, findings)
         bad = result_set.cells[~result_set.cells["status"].isin(["ok", *UNMEASURED])]
-        #: Rows of the repeats that failed, by group.
+        #: Rows of the failed repeats, by group (all repeats of a cell).
         self.bad = map_rows_by_group(bad)
         doubtful = [finding for finding in findings if finding["severity"] == "warning"]
         self.doubts = group_severities_by_rule(doubtful, map_groups_to_data_sets(result_set))
@@ -365,8 +365,8 @@ def average_ratios_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMe
                 (cell.other_measurements.train_times_s, cell.first_measurements.train_times_s)
                 for cell in here
             ]
-            # The error rate is divided by the number of strategies (Bonferroni), so that a wrong difference
-            # of any strategy has at most the probability ALPHA.
+            # Bonferroni: the error rate is divided by the number of strategies. Then the probability of any
+            # false difference is at most ALPHA.
             shared = compute_mean_slowdown(pairs, ALPHA / 2 / len(by_strategy))
             apart = None if shared.low is None else shared.interval_excludes(0.0)
             if len(by_model) == 1:
@@ -414,8 +414,8 @@ def iter_ratio_sentences(comparison: Comparison) -> Iterator[str]:
     )
     if same:
         yield (
-            f"{same} of {n} times in {other} equal those in {first} to the last digit, so that they were not "
-            "measured twice."
+            f"{same} of {n} times in {other} equal those in {first} to the last digit, so they were "
+            "measured only once."
         )
     means = sorted(
         (m for m in comparison.strategy_means if m.gpus is None), key=lambda m: m.time_ratio.value

@@ -34,7 +34,7 @@ from stratbench.extensions.sets.reading import ResultSet
 TEMPLATES = Path(__file__).parent / "templates"
 #: Changes of peak memory up to this share are not on the page.
 MEMORY_CHANGE = 0.02
-#: Largest number of differences per kind on the page. The file of the table has all of them.
+#: Largest number of differences per kind on the page. The table in the file next to the page has all of them.
 MAX_DIFFERENCES = 12
 #: Largest number of changes of order between two strategies on the page.
 MAX_RANK_CHANGES = 12

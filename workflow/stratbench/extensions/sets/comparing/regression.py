@@ -134,7 +134,7 @@ def iter_strategies_without_times(comparison: Comparison) -> Iterator[Regression
             and not is_finished_only_in_first_set(cell)
         ):
             places[GONE, cell.group.strategy, "rejected by the audit"].append(cell.group)
-    # The paper has no records, so that a cell that it does not have is not missing.
+    # The paper's tables do not list all cells, so a cell without a counterpart in them is no regression.
     for group in () if comparison.other_set.is_published else comparison.cells_missing_in_other:
         places[GONE, group.strategy, "without a record"].append(group)
     for (outcome, strategy, reason), groups in places.items():

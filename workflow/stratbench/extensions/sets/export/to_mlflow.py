@@ -55,7 +55,8 @@ def write_export(result_set: ResultSet, folder: Path) -> None:
     for run in iter_exported_runs(result_set):
         name = f"{run.cell.study}/{run.cell.experiment}"
         if name not in experiments:
-            # An MLflow server stores files of this scheme itself. A path would name a folder of this machine.
+            # With this scheme, an MLflow server stores the files itself. A plain path would be a folder on
+            # this machine.
             place = f"mlflow-artifacts:/{name}"
             experiments[name] = client.create_experiment(name, artifact_location=place)
         write_mlflow_run(client, experiments[name], run)

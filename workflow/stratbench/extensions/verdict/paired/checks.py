@@ -12,7 +12,11 @@ import numpy as np
 
 from stratbench.extensions.verdict.block_rules import MAX_LOG_DEVIATION
 from stratbench.extensions.verdict.blocks import PairedBlock
-from stratbench.extensions.verdict.paired.evidence import PairedComparison, PairedEvidence
+from stratbench.extensions.verdict.paired.evidence import (
+    PairedComparison,
+    PairedEvidence,
+    SdEstimate,
+)
 from stratbench.statistics import moderated
 
 #: Largest credible ratio of a strategy's step times in a block and in its own full run.
@@ -20,12 +24,15 @@ MAX_STEP_TIME_RATIO = 3.0
 #: Two blocks are copies if their log time ratios differ by less. Measured ratios are never so equal.
 MAX_COPY_DIFFERENCE = 1e-6
 
+#: Step time in a block, divided by that in full runs.
+StepTimeRatio = float
+
 
 @dataclass(frozen=True)
 class FullRunCorrection:
     """Corrected conclusion of a comparison whose full runs contradict its blocks."""
 
-    #: Upper bound on log(leader's time / alternative's time), for any alternative.
+    #: Upper bound on log(leader's time / alternative's time), over all alternatives.
     max_log_advantage_over_leader: float
     #: Whether every alternative is still shown to be slower than the leader.
     is_leader_fastest: bool
@@ -64,7 +71,7 @@ def correct_conclusion_by_full_runs(
     leader: str,
     bounds: Mapping[str, float],
     num_blocks: int,
-    allocation_noise: tuple[float, int],
+    allocation_noise: SdEstimate,
 ) -> FullRunCorrection | None:
     """Return the corrected conclusion if the leader's full runs contradict its blocks, else None.
 
@@ -109,7 +116,7 @@ def zero_small_deviation(deviation: float) -> float:
 
 
 def estimate_full_run_deviation_sd(
-    num_full_runs: int, num_blocks: int, allocation_noise: tuple[float, int]
+    num_full_runs: int, num_blocks: int, allocation_noise: SdEstimate
 ) -> float:
     """Return the standard deviation of the full runs' mean log deviation from the blocks.
 
@@ -120,10 +127,10 @@ def estimate_full_run_deviation_sd(
         num_blocks: Number of blocks.
         allocation_noise: Result of `estimate_allocation_sd`.
     """
-    return allocation_noise[0] * math.sqrt(1 / num_full_runs + 1 / num_blocks)
+    return allocation_noise.sd * math.sqrt(1 / num_full_runs + 1 / num_blocks)
 
 
-def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:
+def estimate_allocation_sd(evidence: PairedEvidence) -> SdEstimate:
     """Return the standard deviation of log step times between allocations, and its degrees of freedom.
 
     A block runs in one allocation. The deviation of an allocation is the same for all strategies. It is
@@ -142,12 +149,12 @@ def estimate_allocation_sd(evidence: PairedEvidence) -> tuple[float, int]:
             levels = logs[:, whole].mean(1)
             squares += float(((levels - levels.mean()) ** 2).sum())
             dof += len(blocks) - 1
-    return (math.sqrt(squares / dof), dof) if dof else (0.0, 0)
+    return SdEstimate(math.sqrt(squares / dof), dof) if dof else SdEstimate(0.0, 0)
 
 
 def iter_strategies_contradicting_full_runs(
     evidence: PairedEvidence, comparison: PairedComparison, block: PairedBlock
-) -> Iterator[tuple[str, float]]:
+) -> Iterator[tuple[str, StepTimeRatio]]:
     """Yield each strategy whose step time in a block contradicts its full run.
 
     Each strategy comes with its step time in the block divided by that in its full runs. The two contradict

@@ -14,8 +14,9 @@ import numpy as np
 #: Distance of von Neumann's ratio below 1, in standard deviations, beyond which a comparison does not end
 #: early and drops no strategy. Independent blocks exceed it by chance in one comparison of five.
 SUSPECT_SDS = 0.8416
-#: Distance of von Neumann's ratio below 1, in standard deviations, beyond which the conclusion has a doubt.
-#: Independent blocks exceed it by chance in one comparison of a hundred.
+#: Distance of von Neumann's ratio below 1, in standard deviations, beyond which the blocks count as
+#: dependent, a reason to doubt the conclusion. Independent blocks exceed it by chance in one comparison of a
+#: hundred.
 CERTAIN_SDS = 2.3263
 #: Bias of von Neumann's ratio for few blocks, found by simulation. It is subtracted from the ratio.
 NEUMANN_RATIO_BIAS = 0.1
@@ -82,16 +83,16 @@ def compute_interval_widening_factor(
 
 
 @cache
-def _compute_autoregressive_interval_factors(n: int) -> tuple[np.ndarray, np.ndarray]:
+def _compute_autoregressive_interval_factors(num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the expected von Neumann's ratio and the widening factor, for each of CORRELATIONS.
 
     Args:
-        n: Number of blocks.
+        num_blocks: Number of blocks.
     """
-    lags = np.arange(1, n)
+    lags = np.arange(1, num_blocks)
     powers = CORRELATIONS[:, None] ** lags
-    # True variance of the mean, divided by that of the mean of n independent blocks.
-    inflated = 1 + 2 * ((1 - lags / n) * powers).sum(-1)
-    # Expected sample variance (divisor n - 1), divided by the true variance.
-    expected = (n - inflated) / (n - 1)
+    # True variance of the mean, divided by that of the mean of as many independent blocks.
+    inflated = 1 + 2 * ((1 - lags / num_blocks) * powers).sum(-1)
+    # Expected sample variance (divisor: number of blocks minus 1), divided by the true variance.
+    expected = (num_blocks - inflated) / (num_blocks - 1)
     return (1 - CORRELATIONS) / expected, np.sqrt(inflated / expected)

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratbench.cell import record
 from stratbench.cell.coordinates import Cell
@@ -36,7 +36,7 @@ class PairedComparison:
     dataset: str
     strategies: tuple[str, ...]
     uses_servers: tuple[bool, ...]
-    #: For each strategy: whether its updates equal those of DDP, so that its score is the same.
+    #: For each strategy: whether its updates, and therefore its score, equal those of DDP.
     equals_ddp: tuple[bool, ...]
     #: Experiment, model and, if it changes the updates, number of workers. In comparisons with equal keys,
     #: all strategies that equal DDP have the same score.
@@ -47,7 +47,7 @@ class PairedComparison:
     settings_hashes: tuple[str, ...] = ()
     #: Number of steps of a full run; None if unknown until the data are read.
     full_run_steps: int | None = None
-    #: Whether the model is evaluated in full runs, so that they have a score.
+    #: Whether full runs evaluate the model, and therefore have a score.
     has_scored_full_runs: bool = True
 
 
@@ -80,6 +80,17 @@ class FullRun:
         if self.status != "ok" or not self.train_time_s or not self.trained_steps:
             return None
         return math.log(self.train_time_s / self.trained_steps)
+
+
+class SdEstimate(NamedTuple):
+    """Estimate of a standard deviation, with its degrees of freedom."""
+
+    sd: float
+    dof: int
+
+
+#: Number of training samples.
+SampleCount = int
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,8 @@ def make_cell_of_strategy(
     return Cell(study, key.experiment, strategy, key.model, comparison.dataset, key.gpus, repeat)
 
 
-#: Reason why a cell with a SLURM job per worker is in no comparison, and why a user's own command is in none.
+#: Reasons why no comparison has the cells with one SLURM job per worker, and those that a user's own command
+#: trains.
 SEPARATE_JOBS_REASON = "its workers are separate jobs, and a block is one allocation"
 OWN_COMMAND_REASON = "it is trained by a command of yours, which cannot run in short segments"
 
@@ -303,7 +315,7 @@ def _iter_usable_blocks(
 
 def _iter_full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
-) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
+) -> Iterator[tuple[Cell, tuple[FullRun, SampleCount]]]:
     """Yield each full run with the config's settings, with its cell and training samples.
 
     Args:

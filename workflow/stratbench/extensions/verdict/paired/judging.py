@@ -25,7 +25,7 @@ MIN_SETS = 3
 EQUAL = 0.03
 
 
-class Look(NamedTuple):
+class InterimEvaluation(NamedTuple):
     """Evaluation of all comparisons at one interim analysis, as arrays.
 
     A log ratio is log(strategy's time / leader's time). It is NaN or infinite if unknown. Fields from `mean`
@@ -38,9 +38,9 @@ class Look(NamedTuple):
     blocks: np.ndarray
     #: Number of sets of nodes on which these blocks ran.
     sets: np.ndarray
-    #: Whether fewer than MIN_SETS sets of nodes ran the blocks, so that a set ran several blocks.
+    #: Whether the blocks ran on fewer than MIN_SETS sets of nodes, with several blocks on one of them.
     reuses_few_nodes: np.ndarray
-    #: Distance of von Neumann's ratio below 1, in standard deviations: how similar successive blocks are.
+    #: How similar successive blocks are: 1 minus von Neumann's ratio, in standard deviations of this ratio.
     excess_similarity_sds: np.ndarray
     mean: np.ndarray
     #: Lower bound of the log ratio, from which decisions follow.
@@ -52,7 +52,7 @@ class Look(NamedTuple):
     slower: np.ndarray
     #: Mask of the strategies in the comparison, without the leader.
     rivals: np.ndarray
-    #: Upper bound on log(leader's time / alternative's time), for any alternative.
+    #: Upper bound on log(leader's time / alternative's time), over all alternatives.
     at_most: np.ndarray
     decided: np.ndarray
 
@@ -117,9 +117,15 @@ def average_log_times(log_times: np.ndarray) -> np.ndarray:
         return np.where(is_present, log_times, 0.0).sum(-1) / is_present.sum(-1)
 
 
-def average_by_node_set(
-    log_times: np.ndarray, node_set_indices: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+class NodeSetAverages(NamedTuple):
+    """Log times after blocks on the same nodes were averaged, if there are enough sets of nodes."""
+
+    log_times: np.ndarray
+    num_node_sets: np.ndarray
+    reuses_few_nodes: np.ndarray
+
+
+def average_by_node_set(log_times: np.ndarray, node_set_indices: np.ndarray) -> NodeSetAverages:
     """Average log times of blocks on the same nodes, if there are enough node sets.
 
     Time ratios of strategies differ by several percent between nodes. So blocks on the same nodes are no
@@ -141,13 +147,13 @@ def average_by_node_set(
     again = sets < is_present.sum(-1)
     many = again & (sets >= MIN_SETS)
     if not many.any():
-        return log_times, sets, again
+        return NodeSetAverages(log_times, sets, again)
     count = np.isfinite(log_times).astype(float) @ inside
     with np.errstate(invalid="ignore"):
         means = (np.where(np.isfinite(log_times), log_times, 0.0) @ inside) / count
     blocks = np.pad(log_times, [(0, 0)] * (log_times.ndim - 1) + [(0, len(labels) - log_times.shape[-1])],
                     constant_values=np.nan)  # fmt: skip
-    return np.where(many[..., None, None], means, blocks), sets, again & ~many
+    return NodeSetAverages(np.where(many[..., None, None], means, blocks), sets, again & ~many)
 
 
 def judge_comparisons(
@@ -161,7 +167,7 @@ def judge_comparisons(
     min_dropped_log_ratio: np.ndarray | float,
     node_set_indices: np.ndarray,
     is_doubtful: np.ndarray | bool = False,
-) -> Look:
+) -> InterimEvaluation:
     """Return the evaluation of some comparisons by their blocks so far.
 
     If few nodes ran all blocks, a block may depend on the block before it. Then a decision takes
@@ -228,7 +234,7 @@ def judge_comparisons(
         & select_value_of_strategy(has_good_score, ahead)
     )
     low, high = mean - reported, mean + reported
-    return Look(
+    return InterimEvaluation(
         leader, blocks, sets, reused, unlike, mean, bound, low, high, slower, rivals, at_most, decided
     )  # fmt: skip
 
@@ -266,7 +272,7 @@ def compute_tail_of_reported_interval(num_started_strategies: np.ndarray) -> np.
     )
 
 
-def mask_dropped_strategies(look: Look, has_ended: np.ndarray) -> np.ndarray:
+def mask_dropped_strategies(look: InterimEvaluation, has_ended: np.ndarray) -> np.ndarray:
     """Return the mask of the strategies that leave the comparison, because they are slower.
 
     A decided comparison keeps them, so that their intervals are reported. Before MIN_BLOCKS blocks the
@@ -283,12 +289,12 @@ def mask_dropped_strategies(look: Look, has_ended: np.ndarray) -> np.ndarray:
     return look.slower & ~stays & ~has_ended[..., None]
 
 
-def get_block_count_at_next_look(blocks: int) -> int | None:
-    """Return the number of blocks at the first interim analysis with more than `blocks` blocks.
+def get_block_count_at_next_look(num_blocks: int) -> int | None:
+    """Return the number of blocks at the first interim analysis with more than `num_blocks` blocks.
 
     Return None after the last interim analysis.
     """
-    return next((n for n in LOOKS if n > blocks), None)
+    return next((n for n in LOOKS if n > num_blocks), None)
 
 
 class InterimResult(NamedTuple):
@@ -298,7 +304,7 @@ class InterimResult(NamedTuple):
     [..., comparisons].
     """
 
-    look: Look
+    look: InterimEvaluation
     #: Mask of the comparisons that were open before the round.
     judged: np.ndarray
     #: Mask of the strategies that left a comparison because they were slower.

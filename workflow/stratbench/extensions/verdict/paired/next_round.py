@@ -77,7 +77,8 @@ def plan_next_round(replay: RoundReplay) -> NextRound:
     expected_s = costs.expected_gpu_seconds_of_next_round if pending else 0.0
     known = expected_s is not None
     budget_s = None if evidence.budget_gpu_hours is None else 3600 * evidence.budget_gpu_hours
-    # A round of unknown cost exceeds the budget only if the rounds before it have already spent it.
+    # A round of unknown cost exceeds the budget only if the earlier rounds have already spent more than the
+    # budget.
     over = budget_s is not None and pending and spent_s + (expected_s or 0.0) > budget_s
     paired = any(state.looks for state in replay.states)
     reason = "everything is decided" if paired else "there is nothing to compare"

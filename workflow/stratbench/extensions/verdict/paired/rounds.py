@@ -23,7 +23,7 @@ from stratbench.extensions.verdict.paired import checks, judging
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
 from stratbench.extensions.verdict.paired.scores import FullRunScores
 from stratbench.extensions.verdict.paired.state import (
-    ComparisonLook,
+    ComparisonEvaluation,
     ComparisonState,
     DroppedStrategy,
     Ratio,
@@ -257,7 +257,7 @@ class RoundReplay:
                         )
                     )
             state.looks.append(
-                ComparisonLook(
+                ComparisonEvaluation(
                     num_blocks=blocks,
                     num_common_blocks=int(look.blocks[i]),
                     reuses_few_nodes=bool(look.reuses_few_nodes[i]),
@@ -285,7 +285,7 @@ class RoundReplay:
             if self._analysis.active[comparison_index, j]
         ]
         state.is_open = bool(self._analysis.open[comparison_index])
-        # A dropped strategy is active again if the leader that it was slower than is excluded.
+        # A strategy that was dropped as slower is active again if its leader at that time is excluded.
         state.dropped_strategies = [
             drop
             for drop in state.dropped_strategies
@@ -318,7 +318,7 @@ class RoundReplay:
                 )
 
     def _iter_reference_strategies(
-        self, look: judging.Look
+        self, look: judging.InterimEvaluation
     ) -> Iterator[tuple[ComparisonState, str]]:
         """Yield the strategies whose full runs give the reference scores, with their comparisons.
 
@@ -455,7 +455,7 @@ class RoundReplay:
             deviations, last.leader, bounds, last.num_blocks, self._level
         )
 
-    def get_corrected_look(self, state: ComparisonState) -> ComparisonLook | None:
+    def get_corrected_look(self, state: ComparisonState) -> ComparisonEvaluation | None:
         """Return a comparison's latest evaluation, corrected if full runs contradict the blocks."""
         last, correction = state.latest_look, self.find_full_run_correction(state)
         if last is None or correction is None:

@@ -10,7 +10,12 @@ import numpy as np
 
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.verdict.block_rules import MATRIX_REPEATS
-from stratbench.extensions.verdict.paired.evidence import FullRun, PairedComparison, PairedEvidence
+from stratbench.extensions.verdict.paired.evidence import (
+    FullRun,
+    PairedComparison,
+    PairedEvidence,
+    SdEstimate,
+)
 from stratbench.statistics.moderated import ALPHA
 
 
@@ -42,7 +47,7 @@ class FullRunScores:
             requested: Cells whose full runs were requested. Callers may add cells later.
         """
         self._evidence, self._asked = evidence, requested
-        #: Strategies whose arithmetic equals DDP's, by key of the arithmetic: they have the same score.
+        #: Strategies whose arithmetic equals DDP's, in groups with the same score.
         self._equal: dict[object, list[tuple[PairedComparison, str]]] = {}
         #: All strategies, by experiment and model.
         self._of_model: dict[object, list[tuple[PairedComparison, str]]] = {}
@@ -116,7 +121,7 @@ class FullRunScores:
         tolerance = self._evidence.score_tolerances.get(first.score_name, first.score_tolerance)
         return ScoreLoss(lost, lost + width, tolerance, first.score_name, len(own))
 
-    def _estimate_score_sd_between_seeds(self, comparison: PairedComparison) -> tuple[float, int]:
+    def _estimate_score_sd_between_seeds(self, comparison: PairedComparison) -> SdEstimate:
         """Return the standard deviation of the score between seeds, and its degrees of freedom.
 
         The deviation is pooled over all strategies of the experiment and model.
@@ -130,7 +135,7 @@ class FullRunScores:
             ]
             squares += float(np.var(scores) * len(scores)) if scores else 0.0
             dof += max(0, len(scores) - 1)
-        return (math.sqrt(squares / dof), dof) if dof else (math.nan, 0)
+        return SdEstimate(math.sqrt(squares / dof), dof) if dof else SdEstimate(math.nan, 0)
 
     def find_exclusion_reason(self, comparison: PairedComparison, strategy: str) -> str | None:
         """Return the reason why a strategy's full runs exclude it, or None."""

@@ -20,18 +20,18 @@ class Ratio(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ComparisonLook:
+class ComparisonEvaluation:
     """Evaluation of one comparison at one interim analysis."""
 
     num_blocks: int
     #: Number of blocks that contain all strategies still in the comparison.
     num_common_blocks: int
-    #: Whether the blocks ran on fewer than three sets of nodes, so that a set ran several blocks.
+    #: Whether the blocks ran on fewer than three sets of nodes, with several blocks on one of them.
     reuses_few_nodes: bool
-    #: Distance of von Neumann's ratio below 1, in standard deviations: how similar successive blocks are.
+    #: How similar successive blocks are: 1 minus von Neumann's ratio, in standard deviations of this ratio.
     block_similarity_sds: float
     leader: str
-    #: Upper bound on log(leader's time / alternative's time), for any alternative.
+    #: Upper bound on log(leader's time / alternative's time), over all alternatives.
     max_log_advantage_over_leader: float
     is_leader_fastest: bool
     #: Log time ratio of each alternative to the leader, by name of the alternative.
@@ -59,13 +59,13 @@ class ComparisonState:
     """State of a comparison after some rounds: its interim analyses, dropped and remaining strategies."""
 
     comparison: PairedComparison
-    looks: list[ComparisonLook] = field(default_factory=list)
+    looks: list[ComparisonEvaluation] = field(default_factory=list)
     dropped_strategies: list[DroppedStrategy] = field(default_factory=list)
     active_strategies: list[str] = field(default_factory=list)
     is_open: bool = True
 
     @property
-    def latest_look(self) -> ComparisonLook | None:
+    def latest_look(self) -> ComparisonEvaluation | None:
         """The latest interim analysis, or None before the first."""
         return self.looks[-1] if self.looks else None
 

@@ -16,7 +16,7 @@ from stratbench.extensions.verdict.paired.next_round import NextRound, is_compar
 from stratbench.extensions.verdict.paired.noise import Noise, estimate_block_noise
 from stratbench.extensions.verdict.paired.rounds import RoundReplay
 from stratbench.extensions.verdict.paired.state import (
-    ComparisonLook,
+    ComparisonEvaluation,
     ComparisonState,
     DroppedStrategy,
 )
@@ -239,7 +239,7 @@ def make_conclusion(
         return "none", "Nothing is known yet: no block has been evaluated."
     where, sure = describe_nodes(blocks), f"(95 %{describe_node_count(blocks)})"
     if not replay.is_leader_confirmed_by_full_runs(state):
-        # The claim is restricted to the time of steps, because no full run confirms that of whole trainings.
+        # No full run confirms the time of a whole training, so the claim is about the time of a step.
         where = f" by its steps{where}"
     if not state.active_strategies:
         reasons = "; ".join(
@@ -395,7 +395,7 @@ def convert_log_to_ratio(log_ratio: float) -> float | None:
     return math.exp(log_ratio) if math.isfinite(log_ratio) and abs(log_ratio) < 50 else None
 
 
-def make_look_entry(look: ComparisonLook) -> dict[str, Any]:
+def make_look_entry(look: ComparisonEvaluation) -> dict[str, Any]:
     """Return the entry of an interim analysis in verdict.json.
 
     Its key `intervals` has four numbers per strategy: the time ratio, both ends of its interval, and its
