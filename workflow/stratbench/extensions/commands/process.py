@@ -72,7 +72,7 @@ class CommandProcess:
         ]
         supervisor += ["--end", os.fspath(get_exit_status_path(folder, self._node))]
         supervisor += ["--origin-s", repr(self._job.origin_s), "--", *arguments]
-        # The supervisor has its own session, so that signals to the launcher's process group do not reach it.
+        # The supervisor has its own session. So signals to the launcher's process group do not reach it.
         self._process = subprocess.Popen(
             supervisor,
             stdin=subprocess.PIPE,
@@ -142,7 +142,8 @@ def make_command_environment(job: Job, mark: str) -> dict[str, str]:
         VARIABLE: os.fspath(get_report_path(job.folder)),
         MARK: mark,
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONUNBUFFERED": "1",  # so that the log is complete if the command is killed
+        # Without buffering, the log is complete even if the command is killed.
+        "PYTHONUNBUFFERED": "1",
     }
 
 

@@ -16,6 +16,8 @@ from typing import Any
 MAX_LINE = 1 << 24
 #: Maximum number of facts in a report's first line, and maximum number of characters of one fact.
 MAX_FACTS, MAX_FACT = 50, 200
+#: Begin and end of an interval, in seconds.
+TimeInterval = list[float]
 
 
 class ReportError(RuntimeError):
@@ -46,7 +48,7 @@ class CommandReport:
 
     reported_facts: dict[str, Any] = field(default_factory=dict)
     #: Begin and end of each interval in which the command trained, without evaluations and pauses.
-    training_intervals: list[list[float]] = field(default_factory=list)
+    training_intervals: list[TimeInterval] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
     samples_per_step: list[int] = field(default_factory=list)
     scores: list[ReportedScore] = field(default_factory=list)

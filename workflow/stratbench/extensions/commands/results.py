@@ -94,7 +94,7 @@ def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str
     return {
         "workers": report.reported_facts["workers"],
         "parameters": report.reported_facts.get("parameters"),
-        # The last step of an epoch may have fewer samples, so that the largest number is the batch.
+        # The last step of an epoch may have fewer samples. So the largest number is the batch.
         "batch": max(sizes),
         "batches_differ": len(sizes) > 1,
         "steps": len(report.step_times_s),

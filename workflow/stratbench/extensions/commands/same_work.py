@@ -19,7 +19,7 @@ from stratbench.cell.text.words import format_count
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Value of the column `same_work` if the command trained the same as the compared cells.
+#: Value of the column `same_work` if the command did the same work as the compared cells.
 YES = "yes"
 #: Compared counts: column of a command's cell, column of another cell, and name in messages.
 _COUNTS = (
@@ -30,7 +30,7 @@ _COUNTS = (
 
 
 def judge_same_work(rows: Sequence[Row]) -> None:
-    """Set `same_work` in the rows of cells that users' commands trained.
+    """Set `same_work`: whether a user's command did the same work as the compared cells.
 
     A cell that did other work gets the status `incomparable`.
     """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-#: Number of elements at a time when a distance of weights is summed, so that temporary tensors are small.
+#: Number of weights whose distances are summed at a time. Larger numbers need larger temporary tensors.
 SUMMED_NUMBERS = 1 << 20
 
 

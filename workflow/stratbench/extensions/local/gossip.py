@@ -36,7 +36,8 @@ class Gossip(Local):
             is_synchronous_on_one_worker=True,
             equals_ddp=gpus == 1,
             updates_per_step=1,
-            # A worker sends all its weights to each neighbour. The unit is (W - 1) / W copies of the weights.
+            # A worker sends all its weights to each neighbour. `ring_copies` counts
+            # in units of (W - 1) / W copies.
             ring_copies=min(2, gpus - 1) * gpus / max(1, gpus - 1),
         )
 

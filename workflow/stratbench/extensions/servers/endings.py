@@ -41,7 +41,7 @@ def classify_served_ending(
             for w in f.get("lost", ())
         ]
         return CellEnding("error", ": ".join([lost, *filter(None, own[:1])]))
-    # The training does not begin before every worker has joined. So a worker's earlier error ends the cell.
+    # The training begins only after every worker has joined. So an error before that ends the cell.
     for rank, worker in workers.items():
         if worker["status"] == "error" and not has_worker_joined(job, rank):
             return CellEnding("error", worker["reason"])

@@ -29,6 +29,9 @@ from stratbench.train.loop import (
 )
 from stratbench.workload.data.device_data import DeviceData, EpochTables
 
+#: Names of losses that are not finite.
+NonfiniteLossNames = list[str]
+
 
 def train_on_tickets(
     strategy: Any,
@@ -73,7 +76,7 @@ def train_on_tickets(
     worker.mark_phase_end = clock.mark_phase_end
     losses: dict[int, dict[int, list[torch.Tensor]]] = {}
     samples = taken = 0
-    # Another thread writes the log, so that a slow disk delays no step.
+    # Another thread writes the log. So a slow disk does not delay a step.
     reports = ThreadPoolExecutor(1)
     tables(0)
     collect_and_freeze_garbage()
@@ -185,7 +188,7 @@ def evaluate_epoch_snapshot(
 
 def evaluate_all_snapshots(
     strategy: Any, data: DeviceData, worker: Worker, progress: EpochProgress
-) -> list[str]:
+) -> NonfiniteLossNames:
     """Evaluate the servers' snapshots of all epochs.
 
     The result names the losses that are not finite.

@@ -82,6 +82,8 @@ def get_strategy_of_policy(policy: str) -> type[ParameterServer]:
 
 #: Number of an epoch, and a slice of its shuffled samples.
 EpochAndSlice = tuple[int, slice]
+#: Seconds from the first ticket to the end of an epoch.
+EpochEndSeconds = float
 #: Names of the settings of the servers' optimizer.
 HYPER = ("lr", "momentum", "weight_decay", "nesterov", "optimizer", "betas", "eps")
 
@@ -435,7 +437,7 @@ class ParameterServer(base.Strategy):
         """Whether this worker evaluates the snapshots after the training. False before the last ticket."""
         return self.channel.evaluator == self.worker.rank
 
-    def load_snapshot(self, epoch: int) -> float:
+    def load_snapshot(self, epoch: int) -> EpochEndSeconds:
         """Load the servers' snapshot of an epoch, counted from 0, into the model.
 
         The result is the seconds from the first ticket to the end of that epoch.
@@ -447,7 +449,7 @@ class ParameterServer(base.Strategy):
         return seconds
 
     @contextmanager
-    def hold_snapshot(self, epoch: int) -> Iterator[float]:
+    def hold_snapshot(self, epoch: int) -> Iterator[EpochEndSeconds]:
         """Load the servers' snapshot of an epoch into the model within a block.
 
         The context yields the result of `load_snapshot`. At the end of the block the model gets its own

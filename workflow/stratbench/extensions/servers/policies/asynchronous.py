@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.extensions.servers.policies.options import (
     BoundedOptions,
+    BufferCount,
     EveryPushOptions,
     PolicyOptions,
     make_lr_scale_option,
@@ -25,6 +26,7 @@ from stratbench.extensions.servers.policies.policy import (
     Momentum,
     Outcome,
     Policy,
+    WeightsVersion,
     make_shard_optimizer,
 )
 
@@ -190,8 +192,8 @@ class ViewKeepingOptions(EveryPushOptions):
     The fixed buffers are the momentum, a running mean of squares, and a temporary tensor.
     """
 
-    fixed_buffers: ClassVar[int] = 3
-    buffers_per_worker: ClassVar[int] = 1
+    fixed_buffers: ClassVar[BufferCount] = 3
+    buffers_per_worker: ClassVar[BufferCount] = 1
 
 
 class ViewKeepingPolicy(Policy):
@@ -208,7 +210,7 @@ class ViewKeepingPolicy(Policy):
         self._scratch = torch.zeros_like(weights)
         self._read = [weights.clone() for _ in range(hyper.workers)]
 
-    def view(self, worker: int, out: Tensor) -> int:
+    def view(self, worker: int, out: Tensor) -> WeightsVersion:
         self._read[worker].copy_(self.weights)
         return super().view(worker, out)
 
@@ -313,11 +315,11 @@ class DanaPolicy(Policy):
 
     @dataclass(frozen=True)
     class Options(EveryPushOptions):
-        buffers_per_worker: ClassVar[int] = 1
+        buffers_per_worker: ClassVar[BufferCount] = 1
 
         lr_scale: Literal["full", "1/N"] = make_lr_scale_option("1/N")
 
-        def momentum_buffers(self, workers: int) -> int:
+        def momentum_buffers(self, workers: int) -> BufferCount:
             return workers + 1
 
     def __init__(self, weights: Tensor, hyper: Hyper, options: PolicyOptions | None = None) -> None:
@@ -345,7 +347,7 @@ class DanaPolicy(Policy):
         for momentum in self._momenta:
             self._sum.add_(momentum.value)
 
-    def view(self, worker: int, out: Tensor) -> int:
+    def view(self, worker: int, out: Tensor) -> WeightsVersion:
         if self._sum is None:
             return super().view(worker, out)
         import torch

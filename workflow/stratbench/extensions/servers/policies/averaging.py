@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from stratbench.cell.options import option
-from stratbench.extensions.servers.policies.options import PolicyOptions
+from stratbench.extensions.servers.policies.options import BufferCount, PolicyOptions
 from stratbench.extensions.servers.policies.policy import (
     Fields,
     Hyper,
@@ -50,7 +50,7 @@ class SyncPolicy(Policy):
         def updates_per_step(self, workers: int) -> float:
             return 1.0
 
-        def optimizer_buffers(self, workers: int) -> int:
+        def optimizer_buffers(self, workers: int) -> BufferCount:
             """Return the number of buffers: one for the momentum, and the others for gradients.
 
             The gradient that arrives last needs no buffer.
@@ -139,7 +139,7 @@ class SyncPolicy(Policy):
         if limit != math.inf:
             return False
         if self._total is not None:
-            # A sum with weight 0 is 0, so that it needs no division.
+            # A sum with weight 0 is 0 and needs no division.
             if self._weight not in (0.0, 1.0):
                 self._total.div_(self._weight)
             self._optimizer.step(self.weights, self._total, self.lr)
@@ -195,7 +195,7 @@ class BackupPolicy(SyncPolicy):
             """Return the number of gradients that a step averages: all but those of `backups` workers."""
             return max(1, workers - self.backups)
 
-        def optimizer_buffers(self, workers: int) -> int:
+        def optimizer_buffers(self, workers: int) -> BufferCount:
             """Return the number of buffers: one for the momentum, and others for gradients.
 
             The last gradient of a step needs no buffer.
@@ -206,8 +206,8 @@ class BackupPolicy(SyncPolicy):
         super().__init__(weights, hyper, options)
         self._quorum = self.options.quorum(hyper.workers)
         self._late: set[int] = set()  # slots of the workers whose push since the last step was late
-        #: Slots of workers whose push did not arrive in a step in which all others skipped. Their next push
-        #: is late, although the version of the weights has not changed.
+        #: Slots of workers whose push was missing when a step ended without an update, because all others
+        #: skipped. Their next push is late, although the version of the weights has not changed.
         self._passed: set[int] = set()
 
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
@@ -273,7 +273,7 @@ class BucketOptions(PolicyOptions):
         """Return the number of pushes that are averaged into one update: the number of workers."""
         return workers
 
-    def optimizer_buffers(self, workers: int) -> int:
+    def optimizer_buffers(self, workers: int) -> BufferCount:
         """Return the number of buffers: one for the momentum, and one for the gradients' sum.
 
         A single gradient needs no sum.

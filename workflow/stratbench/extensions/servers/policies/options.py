@@ -10,6 +10,9 @@ from typing import Any, ClassVar
 
 from stratbench.cell.options import Options, option
 
+#: Number of tensors that are as large as the weights.
+BufferCount = int
+
 
 def make_lr_scale_option(default: str) -> Any:
     """Return the dataclass field for the option `lr_scale`, whose values are "full" and "1/N"."""
@@ -25,9 +28,9 @@ class PolicyOptions(Options):
     """Base class of a policy's options. The fields of a subclass are the options in config.yaml."""
 
     #: Number of tensors, as large as the weights, that the policy stores for any number of workers.
-    fixed_buffers: ClassVar[int] = 1
+    fixed_buffers: ClassVar[BufferCount] = 1
     #: Number of further tensors, as large as the weights, that the policy stores per worker.
-    buffers_per_worker: ClassVar[int] = 0
+    buffers_per_worker: ClassVar[BufferCount] = 0
     #: Whether the run continues if a worker is lost.
     survives_worker_loss: ClassVar[bool] = True
     #: Whether every update averages one gradient of each worker, all computed on the same weights.
@@ -75,14 +78,14 @@ class PolicyOptions(Options):
         """
         return 1.0 / workers if getattr(self, "lr_scale", "full") == "1/N" else 1.0
 
-    def optimizer_buffers(self, workers: int) -> int:
+    def optimizer_buffers(self, workers: int) -> BufferCount:
         """Return how many tensors as large as the weights a policy with momentum stores.
 
         The weights themselves do not count.
         """
         return self.fixed_buffers + self.buffers_per_worker * workers
 
-    def momentum_buffers(self, workers: int) -> int:
+    def momentum_buffers(self, workers: int) -> BufferCount:
         """Return how many tensors of `optimizer_buffers` a policy without momentum does not store."""
         return 1
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.extensions.servers.policies.options import EveryPushOptions, PolicyOptions
-from stratbench.extensions.servers.policies.policy import Hyper, Outcome, Policy
+from stratbench.extensions.servers.policies.policy import Hyper, Outcome, Policy, WeightsVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,7 @@ class OrMoPolicy(Policy):
         self.version += 1
         return Outcome.APPLIED
 
-    def view(self, worker: int, out: Tensor) -> int:
+    def view(self, worker: int, out: Tensor) -> WeightsVersion:
         out.copy_(self.weights)
         others = len(self._present - {worker})
         if self.options.look_ahead and others and self._momentum is not None:

@@ -205,6 +205,10 @@ def make_shard_optimizer(weights: Tensor, hyper: Hyper) -> Momentum | AdamW:
     return AdamW(weights, hyper) if hyper.optimizer == "adamw" else Momentum(weights, hyper)
 
 
+#: Number of updates of a shard's weights.
+WeightsVersion = int
+
+
 class Policy(ABC):
     """Update rule of one shard of the weights.
 
@@ -226,7 +230,7 @@ class Policy(ABC):
     rule: ClassVar[str]
     #: Clause with the reason for which workers cannot join and leave during the training. None: workers can.
     rigid: ClassVar[str | None] = None
-    #: Names of attributes whose values are not needed between two calls, so that they are not saved.
+    #: Names of attributes that are not saved, because no later call needs their values.
     scratch: ClassVar[tuple[str, ...]] = ()
     #: Class of the policy's options, with their defaults and effects.
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
@@ -315,7 +319,7 @@ class Policy(ABC):
         """Return whether a worker that has pushed or skipped may read the weights and continue."""
         return True
 
-    def view(self, worker: int, out: Tensor) -> int:
+    def view(self, worker: int, out: Tensor) -> WeightsVersion:
         """Write the weights for a worker to `out`, shape [n], and return their version."""
         out.copy_(self.weights)
         return self.version

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 from stratbench.cell.options import option
 from stratbench.extensions.servers.policies.averaging import BucketOptions, KBatchPolicy
 from stratbench.extensions.servers.policies.options import PolicyOptions
-from stratbench.extensions.servers.policies.policy import Hyper
+from stratbench.extensions.servers.policies.policy import Hyper, WeightsVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Number of weights that are predicted at a time. So many elements fit into the cache of a core.
+#: Number of weights that are predicted at a time. This many elements fit into the cache of a core.
 CHUNK = 65536
 
 
@@ -67,8 +67,8 @@ class PreviewPolicy(KBatchPolicy):
         looks = self._sum is not None and self.options.look_ahead
         self._chunk = torch.zeros_like(weights[:CHUNK]) if looks else None
 
-    def view(self, worker: int, out: Tensor) -> int:
-        # Fewer than N. So a worker reads the weights themselves if the bucket has no gradient yet.
+    def view(self, worker: int, out: Tensor) -> WeightsVersion:
+        # `others` is below N. So a worker reads the weights themselves if the bucket has no gradient yet.
         others = len(self._present - {worker})
         if self._chunk is None or self._count + others < self._k:
             return super().view(worker, out)
@@ -85,7 +85,8 @@ class PreviewPolicy(KBatchPolicy):
         (beta1, beta2), h, n = self.hyper.betas, self.hyper, self._k
         moments, far = self._optimizer, self.lr * self.options.look_ahead
         t = moments.steps
-        # To save operations, u is first n G and then n m' / (1 - b1). `step` has the constant factors.
+        # The symbols u, G, m' and b1 are those of the class's docstring. To save operations, the tensor `u`
+        # first has n times G, and then n / (1 - b1) times m'. The factor `step` corrects this.
         missing = (n - self._count) / (1 - beta1**t) if t else 0.0
         unbias = (1 - beta2 ** (t + 1)) ** 0.5
         step = far * unbias * (1 - beta1) / n / (1 - beta1 ** (t + 1))

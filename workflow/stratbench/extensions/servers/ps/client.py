@@ -178,7 +178,7 @@ class Channel:
             sock, used_transport = connect_to_server(rendezvous, server, transport, deadline)
             try:
                 return self._shake_hands_with_server(sock, server, secret, used_transport)
-            # A server with too many new connections closes some of them without a reason.
+            # A server with too many new connections closes some of them without sending a reason.
             except Closed as error:
                 if time.monotonic() > deadline:
                     reason = f"server {server} refuses worker {self.worker}: {error}"
@@ -190,7 +190,7 @@ class Channel:
     ) -> Link:
         try:
             connection = Connection(sock, tick_s=1.0)
-        except OSError as error:  # if the server has closed this connection already
+        except OSError as error:  # the server may have closed this connection already
             sock.close()
             raise Closed(str(error)) from None
         connection.deadline = time.monotonic() + _HANDSHAKE_S

@@ -24,6 +24,8 @@ BUCKET_BYTES = 16 << 20
 
 #: First shard and end of each bucket.
 BucketBounds = list[tuple[int, int]]
+#: Numbers of buckets.
+BucketNumbers = list[int]
 
 
 def group_shards_into_buckets(bounds: ShardBounds, itemsize: int) -> BucketBounds:
@@ -64,7 +66,7 @@ class Countdown:
         self._left = list(self._total)
         self._final: set[int] = set()
 
-    def mark_gradient_final(self, parameter: int) -> list[int]:
+    def mark_gradient_final(self, parameter: int) -> BucketNumbers:
         """Mark a parameter's gradient as final, and return the buckets that it completes.
 
         Raises:

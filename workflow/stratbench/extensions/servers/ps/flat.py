@@ -148,6 +148,6 @@ def _pin_memory(tensor: torch.Tensor) -> None:
     cudart = torch.cuda.cudart()
     status = cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
     if int(status) != 0:
-        # If the host has no memory left for page-locking, this text is "out of memory".
+        # If the host has no memory left for page-locking, the reason is "out of memory".
         reason = cudart.cudaGetErrorString(status)
         raise RuntimeError(f"cudaHostRegister refused to pin {tensor.nbytes} bytes: {reason}")

@@ -13,14 +13,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from stratbench.extensions.servers.policies.policy import WeightsVersion
 from stratbench.extensions.servers.ps.flat import ShardBounds
+from stratbench.extensions.servers.ps.shard import WeightsAndVersion
 from stratbench.extensions.servers.ps.tickets import Ticket
 from stratbench.extensions.servers.wire.frames import BUFFERS, Frame, Kind, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, FlatTensors, Layout, attach_flat_tensors
 from stratbench.extensions.servers.wire.transport import Connection
 from stratbench.workload.flat import get_tensor_bytes
 
-#: Maximum number of shards that one frame announces over shared memory. A worker need not wait for all.
+#: Maximum number of shards that one frame announces over shared memory. A worker can read these shards
+#: before the server has written the others.
 _RUN_SHARDS = 16
 
 
@@ -30,11 +33,13 @@ class Weights(Protocol):
     See `Shard.view` and `Shard.lend_weights`.
     """
 
-    def view(self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]) -> int: ...
+    def view(
+        self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]
+    ) -> WeightsVersion: ...
 
     def lend_weights(
         self, slot: int, shard: int, spare: Tensor, is_alive: Callable[[], bool]
-    ) -> AbstractContextManager[tuple[Tensor, int]]: ...
+    ) -> AbstractContextManager[WeightsAndVersion]: ...
 
 
 class StreamLane:
@@ -82,9 +87,9 @@ class StreamLane:
         """
         return self._get_receive_buffer(shard).nbytes
 
-    def compute_payload_bytes(self, moved_bytes: int) -> int:
-        """Return the length of the payload of a frame that pushes `moved_bytes` bytes."""
-        return moved_bytes
+    def compute_payload_bytes(self, pushed_bytes: int) -> int:
+        """Return the length of the payload of a frame that pushes `pushed_bytes` bytes."""
+        return pushed_bytes
 
     def receive_shard(self, shard: int) -> None:
         """Receive the gradient of a shard, or the float buffers if `shard` is `BUFFERS`."""
@@ -142,7 +147,7 @@ class SharedLane:
     def count_pushed_bytes(self, shard: int) -> int:
         return self.get_received_tensor(shard).nbytes
 
-    def compute_payload_bytes(self, moved_bytes: int) -> int:
+    def compute_payload_bytes(self, pushed_bytes: int) -> int:
         return 0
 
     def receive_shard(self, shard: int) -> None:
@@ -213,12 +218,12 @@ class Hello(NamedTuple):
     start: str
 
 
-def parse_hello(hello: dict[str, Any], number_limit: int, transport: str) -> Hello:
+def parse_hello(hello: dict[str, Any], worker_number_limit: int, transport: str) -> Hello:
     """Validate the description that a worker has sent of itself, and return it.
 
     Args:
         hello: The description.
-        number_limit: Exclusive upper bound of workers' numbers.
+        worker_number_limit: Exclusive upper bound of workers' numbers.
         transport: Transport of the connection, "tcp" or "shm".
 
     Raises:
@@ -229,8 +234,8 @@ def parse_hello(hello: dict[str, Any], number_limit: int, transport: str) -> Hel
         layout, start = Layout(**hello["layout"]), str(hello["start"])
     except (KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"malformed HELLO: {error}") from None
-    if type(worker) is not int or not 0 <= worker < number_limit:
-        raise ProtocolError(f"worker number {worker!r} is not in 0 to {number_limit - 1}")
+    if type(worker) is not int or not 0 <= worker < worker_number_limit:
+        raise ProtocolError(f"worker number {worker!r} is not in 0 to {worker_number_limit - 1}")
     if wire != "native" and (wire != "bfloat16" or transport == "shm"):
         raise ProtocolError(f"wire format {wire!r} is not supported over {transport}")
     if type(scaled) is not bool:
@@ -307,12 +312,12 @@ class Member:
         self.ticket = self.last_ticket = ticket
         self.missing_shards = set(shards)
 
-    def queue_reply(self, item: int | tuple[Frame, memoryview | bytes] | None) -> None:
-        """Append an item to the queue of replies to the worker.
+    def queue_reply(self, reply: int | tuple[Frame, memoryview | bytes] | None) -> None:
+        """Append a reply to the queue of replies to the worker.
 
-        An item is a shard's number for its weights, a frame with its payload, or None as the end.
+        A reply is a shard's number for its weights, a frame with its payload, or None as the end.
         """
-        self._outbox.append(item)
+        self._outbox.append(reply)
         self._wake.put(None)
 
     def queue_frame(self, frame: Frame, payload: memoryview | bytes = b"") -> None:
@@ -351,7 +356,7 @@ class Member:
         if not self._sending.acquire(blocking=False):
             return
         try:
-            # From now on, silence counts against the worker.
+            # From now on, a worker that sends nothing for too long counts as lost.
             self.connection.waiting_since = time.monotonic()
             self._send_outbox(weights)
         finally:

@@ -22,7 +22,7 @@ class Membership:
     def __init__(self, places: int) -> None:
         self.places = places
         self.members: dict[int, Member] = {}  # members by worker number
-        # The present worker of each slot. If none is present, the worker that had the slot last.
+        # The present worker of each slot, or the slot's last worker if none is present.
         self._last_member_by_slot: dict[int, Member] = {}
 
     @property
@@ -30,17 +30,17 @@ class Membership:
         """Exclusive upper bound of the workers' numbers."""
         return self.places
 
-    def choose_slot(self, number: int) -> int:
+    def choose_slot(self, worker: int) -> int:
         """Return the slot for a worker that wants to join.
 
         Raises:
             ProtocolError: If the worker has joined before.
         """
-        known = self.members.get(number)
+        known = self.members.get(worker)
         if known is not None:
             state = "is connected already" if known.alive else "was here and cannot come back"
-            raise ProtocolError(f"worker {number} {state}")
-        return number
+            raise ProtocolError(f"worker {worker} {state}")
+        return worker
 
     def add_member(self, member: Member, slot: int) -> None:
         """Put a new worker into a slot."""
@@ -61,17 +61,17 @@ class Membership:
         """The connected workers that have asked for weights."""
         return [m for m in self.live_members if m.is_ready_to_start]
 
-    def may_training_start(self, n_lost: int) -> bool:
-        """Return whether the training may begin after `n_lost` workers were lost."""
-        return len(self.ready_members) + n_lost >= self.places
+    def may_training_start(self, n_lost_workers: int) -> bool:
+        """Return whether the training may begin after `n_lost_workers` were lost."""
+        return len(self.ready_members) + n_lost_workers >= self.places
 
-    def list_absent_slots(self, lost: Collection[int]) -> set[int]:
+    def list_absent_slots(self, lost_workers: Collection[int]) -> set[int]:
         """Return the slots that have no worker when the training begins.
 
         Args:
-            lost: Numbers of the workers that were lost before the training.
+            lost_workers: Numbers of the workers that were lost before the training.
         """
-        return set(lost)
+        return set(lost_workers)
 
     @property
     def has_no_members_left(self) -> bool:
@@ -89,7 +89,7 @@ class OpenMembership(Membership):
     def worker_number_limit(self) -> int:
         return 1 << 31
 
-    def choose_slot(self, number: int) -> int:
+    def choose_slot(self, worker: int) -> int:
         """Return the lowest slot that has no present worker.
 
         A connected worker that has not asked for weights may join again: another server had refused it.
@@ -97,21 +97,21 @@ class OpenMembership(Membership):
         Raises:
             ComeAgain: If no slot is free, or if the worker's old connection still exists.
         """
-        known = self.members.get(number)
+        known = self.members.get(worker)
         if known is None or known.is_ready_to_start:
-            super().choose_slot(number)
+            super().choose_slot(worker)
         elif known.alive:
-            raise ComeAgain(f"worker {number} is still connected; try again later")
+            raise ComeAgain(f"worker {worker} is still connected; try again later")
         taken = {m.place for m in self.live_members}
         for slot in range(self.places):
             if slot not in taken:
                 return slot
         raise ComeAgain(f"the cell has {self.places} slots, and all have workers; try again later")
 
-    def may_training_start(self, n_lost: int) -> bool:
+    def may_training_start(self, n_lost_workers: int) -> bool:
         return bool(self.ready_members)
 
-    def list_absent_slots(self, lost: Collection[int]) -> set[int]:
+    def list_absent_slots(self, lost_workers: Collection[int]) -> set[int]:
         return set(range(self.places)) - {m.place for m in self.ready_members}
 
     @property

@@ -118,7 +118,8 @@ class ServerRun:
         peer = parse_hello(hello, self._membership.worker_number_limit, transport)
         worker, layout = peer.worker, peer.layout
         with self._lock:
-            if self.over.is_set():  # otherwise a late worker would be the first of a new run
+            # Without this check, a late worker would be the first of a new run.
+            if self.over.is_set():
                 raise ProtocolError(self.error or "the run is over")
             slot = self._membership.choose_slot(worker)
             if self._store is None:
@@ -169,7 +170,7 @@ class ServerRun:
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._send_member_replies, args=(member,), daemon=True)
         sender.start()
-        member.sender = sender  # after its start, because `close` may join the thread at any time
+        member.sender = sender  # set after its start, because `close` may join the thread
 
     def _make_welcome_additions(self, member: Member) -> dict[str, Any]:
         return {}
@@ -376,7 +377,7 @@ class ServerRun:
             check_payload_length(frame, 0)
             answered = list(self._store.mine)
         if member.scaled == (frame.kind is Kind.PUSH):
-            return  # the reply follows another frame: APPLY or SKIP with a loss scale, PUSH without
+            return  # another frame gets the reply: APPLY or SKIP with a loss scale, PUSH without one
         for k in answered:
             if k != BUFFERS:
                 member.queue_frame(Frame(Kind.OK, k, 1), member.lane.make_rehearsal_payload(k))
@@ -623,7 +624,8 @@ class ServerRun:
         give_up = time.monotonic() + self.config.heartbeat_deadline_s
         for member in members:
             member.queue_end()
-        # Connected workers leave when they have read the reason for the run's end. Lost workers may not.
+        # Connected workers leave when they have read the reason for the run's end. Lost workers may
+        # never do so.
         readers = [m.reader for m in members if m.alive]
         for thread in [*(m.sender for m in members if m.sender), *readers]:
             thread.join(max(0.0, give_up - time.monotonic()))

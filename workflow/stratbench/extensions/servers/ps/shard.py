@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratbench.extensions.servers.policies.policy import Outcome, Policy
+from stratbench.extensions.servers.policies.policy import Outcome, Policy, WeightsVersion
 from stratbench.extensions.servers.ps.tickets import CompactIntSet
+
+#: Weights of a shard, shape [n], and how often they were updated.
+WeightsAndVersion = tuple[Tensor, WeightsVersion]
 
 
 def _return_true() -> bool:
@@ -56,7 +59,7 @@ class Shard:
         self._left: set[int] = set()
         self._read_version = [0] * workers
         self._snapshots: list[Tensor] = []
-        #: Whether workers read the weights themselves, and no prediction. They are then sent without a copy.
+        #: Whether workers read the weights themselves and not a prediction. If so, no copy is sent.
         self._lends_own_weights = type(policy).view is Policy.view
         self._n_borrowers = 0  # number of threads that are sending `self.policy.weights`
         # Number of threads that are sending a tensor that was `self.policy.weights` before, by its id.
@@ -118,7 +121,9 @@ class Shard:
             self._waiting.discard(worker)
             self._release(worker, self.index)
 
-    def view(self, worker: int, out: Tensor, is_alive: Callable[[], bool] = _return_true) -> int:
+    def view(
+        self, worker: int, out: Tensor, is_alive: Callable[[], bool] = _return_true
+    ) -> WeightsVersion:
         """Write the weights that a worker reads to `out`, and return their version.
 
         If the worker is lost, the read is not recorded, because another worker may have its slot.
@@ -131,7 +136,7 @@ class Shard:
         with self._lock:
             return self._write_weights(worker, out, is_alive())
 
-    def _write_weights(self, worker: int, out: Tensor, alive: bool) -> int:
+    def _write_weights(self, worker: int, out: Tensor, alive: bool) -> WeightsVersion:
         """Write the weights that a worker reads to `out`, and return their version. `_lock` is held."""
         if not alive:
             out.copy_(self.policy.weights)
@@ -142,7 +147,7 @@ class Shard:
     @contextmanager
     def lend_weights(
         self, worker: int, spare: Tensor, is_alive: Callable[[], bool] = _return_true
-    ) -> Iterator[tuple[Tensor, int]]:
+    ) -> Iterator[WeightsAndVersion]:
         """Yield the weights that a worker reads, shape [n], and their version.
 
         The yielded tensor does not change within the block, in which the caller sends it. It is the shard's

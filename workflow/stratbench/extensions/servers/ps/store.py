@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratbench.extensions.servers.policies.policy import Hyper, Policy
+from stratbench.extensions.servers.policies.policy import Hyper, Policy, WeightsVersion
 from stratbench.extensions.servers.ps.buffers import BufferMean
 from stratbench.extensions.servers.ps.flat import cut_into_shards
 from stratbench.extensions.servers.ps.member import Member, SharedLane, StreamLane
-from stratbench.extensions.servers.ps.shard import Shard
+from stratbench.extensions.servers.ps.shard import Shard, WeightsAndVersion
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
 from stratbench.extensions.servers.ps.tickets import CompactIntSet, TicketPlan, intersect_sets
 from stratbench.extensions.servers.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 
+#: Whether all tensors that a server waited for have arrived.
+AllArrived = bool
 #: Function that creates a policy from its name, its weights [n], the optimizer's settings, and its options.
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
 #: Function that creates a shard from its number and its initial weights, shape [n].
@@ -100,7 +102,7 @@ class Store:
         lane.receive_initial_shard(frame.shard, weights)
         return weights
 
-    def store_initial_tensor(self, shard: int, initial: Tensor) -> bool:
+    def store_initial_tensor(self, shard: int, initial: Tensor) -> AllArrived:
         """Store the initial weights of a shard, or the initial buffers (`BUFFERS`).
 
         The result is whether the initial weights of all shards and the buffers have arrived.
@@ -185,7 +187,9 @@ class Store:
         member.missing_shards.clear()
         member.held_shards.clear()
 
-    def view(self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]) -> int:
+    def view(
+        self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]
+    ) -> WeightsVersion:
         """Write the weights that a worker reads to `out`, and return their version.
 
         Args:
@@ -198,7 +202,7 @@ class Store:
 
     def lend_weights(
         self, slot: int, shard: int, spare: Tensor, is_alive: Callable[[], bool]
-    ) -> AbstractContextManager[tuple[Tensor, int]]:
+    ) -> AbstractContextManager[WeightsAndVersion]:
         """Return a context in which a shard's weights do not change, for sending them.
 
         The context yields the weights and their version (`Shard.lend_weights`).
@@ -301,8 +305,8 @@ class EpochLog:
             elapsed_s: Seconds since the first ticket was handed out.
             store: Shards, of which a snapshot is taken.
         """
-        for number in sorted(settled):
-            self._seen.add(number)
+        for ticket_number in sorted(settled):
+            self._seen.add(ticket_number)
         for end in epoch_ends:
             if self._next_end > len(self._seen):
                 break
@@ -310,15 +314,15 @@ class EpochLog:
             self._set_next_epoch_end()
         self._end_complete_epochs(elapsed_s, store)
 
-    def count_ticket(self, number: int, elapsed_s: float, store: Store) -> None:
+    def count_ticket(self, ticket_number: int, elapsed_s: float, store: Store) -> None:
         """Count a completed ticket, and end each epoch whose tickets are now all completed.
 
         Args:
-            number: Number of the ticket.
+            ticket_number: Number of the ticket.
             elapsed_s: Seconds since the first ticket was handed out.
             store: Shards, of which a snapshot is taken.
         """
-        if not self._seen.add(number):
+        if not self._seen.add(ticket_number):
             return
         if self._plan.steps and not len(self._seen) % self._plan.slices_per_step:
             self.step_ends_s.append(elapsed_s)

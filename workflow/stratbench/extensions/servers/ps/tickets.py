@@ -203,27 +203,27 @@ class Tickets:
         self._fresh.remove(number)
         return number
 
-    def record_settled_ticket(self, worker: int, number: int, server: int = 0) -> None:
+    def record_settled_ticket(self, worker: int, ticket_number: int, server: int = 0) -> None:
         """Record that a server has received all gradients of a ticket.
 
         The ticket is completed once all servers have recorded it.
 
         Args:
             worker: Number of the worker that computed the gradients.
-            number: Number of the ticket.
+            ticket_number: Number of the ticket.
             server: Number of the server.
 
         Raises:
             KeyError: If the worker does not hold the ticket.
         """
-        if self._worker_by_ticket.get(number) != worker:
-            raise KeyError(f"worker {worker} does not have ticket {number} at present")
-        servers = self._servers_by_ticket.setdefault(number, set())
+        if self._worker_by_ticket.get(ticket_number) != worker:
+            raise KeyError(f"worker {worker} does not have ticket {ticket_number} at present")
+        servers = self._servers_by_ticket.setdefault(ticket_number, set())
         servers.add(server)
         if len(servers) < self._n_servers:
             return
-        del self._worker_by_ticket[number], self._servers_by_ticket[number]
-        self.settled_by[number] = worker
+        del self._worker_by_ticket[ticket_number], self._servers_by_ticket[ticket_number]
+        self.settled_by[ticket_number] = worker
         self.n_settled += 1
 
     def mark_settled_earlier(self, settled: Collection[int]) -> None:

@@ -38,7 +38,7 @@ class Kind(IntEnum):
     INIT = 5  # S: request for the worker's initial weights. C: the initial weights of one shard
     PULL = 6  # C: request for weights and the first ticket, because the worker is ready to start
     PUSH = 7  # C: gradients of `count` shards, or the float buffers
-    SKIP = 8  # C: a gradient of the ticket overflowed, so that the ticket has no update
+    SKIP = 8  # C: a gradient of the ticket overflowed. So the ticket causes no update
     OK = 9  # S: weights of `count` shards
     TICKET = 10  # S: the worker's next ticket
     WAIT = 11  # S: no ticket is free at present. C: the same, for the other servers
@@ -51,7 +51,7 @@ class Kind(IntEnum):
     ERR = 16
     BYE = 17  # C: the worker leaves after the training, and reports how long it waited for servers
     TALK = 32  # S and C: JSON between the coordinator of an elastic cell and its workers
-    APPLY = 18  # C: no gradient of the ticket overflowed, so that the servers apply the gradients
+    APPLY = 18  # C: no gradient of the ticket overflowed. So the servers apply the gradients
     # C: the elastic worker leaves before the end, and reports how long it waited for servers.
     LEAVE = 19
     EVAL = 20  # S: request to evaluate the snapshot of epoch `shard`, in place of an elastic worker's ticket
@@ -78,6 +78,10 @@ class Frame(NamedTuple):
     weight: float = 1.0  # weight of the frame's gradients in an average of pushes
 
 
+#: A frame, and whether the peer sent it before.
+FrameAndIsRepeated = tuple[Frame, bool]
+
+
 class Header:
     """Packs or checks the headers of frames in one direction of a connection.
 
@@ -102,7 +106,7 @@ class Header:
         self.seq += 1
         return fields + self._compute_header_tag(fields)
 
-    def unpack_frame(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
+    def unpack_frame(self, head: bytes | bytearray, limit_bytes: int) -> FrameAndIsRepeated:
         """Return the frame of a header, and whether the peer sent this frame before.
 
         The caller must discard the payload of a repeated frame.

@@ -25,7 +25,7 @@ _MAX_PENDING = 64
 _REFUSALS_KEPT = 100
 #: Errors of `accept` if the process or the system has no resources left.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-#: Seconds to wait after such an error.
+#: Seconds to wait after an error of `_EXHAUSTED`.
 _EXHAUSTED_PAUSE_S = 0.2
 
 
@@ -141,7 +141,7 @@ class Gate:
 
         The connection's thread counts the refusal.
         """
-        with self._lock:  # so that no peer is admitted at the same time
+        with self._lock:  # no peer is admitted while the lock is held
             oldest = next(iter(self._pending), None)
             if oldest is not None:
                 del self._pending[oldest]

@@ -42,6 +42,12 @@ class Silent(ConnectionError):
     """Error if the peer has sent nothing until a deadline."""
 
 
+#: A value of time.monotonic().
+MonotonicSeconds = float
+#: A connected socket, and its transport, "tcp" or "shm".
+SocketAndTransport = tuple[socket.socket, str]
+
+
 class PauseDetector:
     """Detects pauses of this process, such as those of a suspended job or machine.
 
@@ -57,7 +63,7 @@ class PauseDetector:
         self._longest_s = 3 * interval_s
         self.since = self._looked = time.monotonic()
 
-    def record_awake(self, now: float) -> float:
+    def record_awake(self, now: MonotonicSeconds) -> MonotonicSeconds:
         """Record that this process runs at `now`, and return when its last pause ended.
 
         Both times are values of time.monotonic().
@@ -299,7 +305,7 @@ class Listeners:
         self.local: socket.socket | None = None
         self.local_name = ""
         if hasattr(os, "memfd_create"):
-            # The socket's name is in the abstract namespace, so that a killed server leaves no file.
+            # The socket's name is in the abstract namespace. So a killed server leaves no file.
             self.local_name = f"stratbench-{secrets.token_hex(16)}"
             self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.local.bind("\0" + self.local_name)
@@ -341,7 +347,7 @@ def get_rendezvous_path(path: str | Path, server: int) -> Path:
     return Path(f"{path}.{server}")
 
 
-def _connect_once(endpoint: dict[str, Any], transport: str) -> tuple[socket.socket, str]:
+def _connect_once(endpoint: dict[str, Any], transport: str) -> SocketAndTransport:
     local = endpoint["local"] and endpoint["boot_id"] and endpoint["boot_id"] == _read_boot_id()
     if transport != "tcp" and local and hasattr(os, "memfd_create"):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -360,7 +366,7 @@ def _connect_once(endpoint: dict[str, Any], transport: str) -> tuple[socket.sock
 
 def connect_to_server(
     path: str | Path, server: int, transport: str, deadline: float
-) -> tuple[socket.socket, str]:
+) -> SocketAndTransport:
     """Connect to a server as soon as it answers.
 
     The call waits until the deadline for the server's rendezvous file and its answer.
