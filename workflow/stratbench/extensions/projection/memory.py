@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from stratbench.extensions.plan.against_records import (
     compute_bytes_before_first_step,
@@ -30,6 +30,13 @@ class ProjectedPeak:
     high_bytes: float
 
 
+class PlannedPeak(NamedTuple):
+    """Planned peak memory of a worker with the data set, and its bytes before the first step."""
+
+    whole: MemoryPeak
+    bytes_before_first_step: int
+
+
 def project_peak_memory(
     wanted_cells: Sequence[CellToPlan],
     measured_cells: Sequence[tuple[CellToPlan, Sequence[Mapping[str, Any]]]],
@@ -46,10 +53,10 @@ def project_peak_memory(
         resident_threads: Number of threads that a GPU runs at the same time.
         cache_folder: Folder in which the plan stores predictions.
     """
-    subjects = [*wanted_cells, *(s for s, _ in measured_cells)]
-    _, dry_runs = rehearse_requests([s.request for s in subjects], cache_folder)
+    cells = [*wanted_cells, *(s for s, _ in measured_cells)]
+    _, dry_runs = rehearse_requests([s.request for s in cells], cache_folder)
 
-    def plan_peak_of_subject(planned_cell: CellToPlan) -> tuple[MemoryPeak, int] | None:
+    def plan_peak_of_subject(planned_cell: CellToPlan) -> PlannedPeak | None:
         footprint = dry_runs[planned_cell.request].footprint
         if footprint is None:
             return None
@@ -62,19 +69,23 @@ def project_peak_memory(
         )
         parts = dict.fromkeys(PARTS, 0) | peak.parts_bytes | {"data": data}
         whole = MemoryPeak(peak.n_bytes + data, peak.phase, parts)
-        return whole, compute_bytes_before_first_step(fullest, whole)
+        return PlannedPeak(whole, compute_bytes_before_first_step(fullest, whole))
 
     off = []
     for s, records in measured_cells:
-        if (made := plan_peak_of_subject(s)) is None:
+        if (planned := plan_peak_of_subject(s)) is None:
             continue
-        peaks = [get_measured_peak_bytes(r["memory"], made[1]) for r in records]
-        off += [p / made[0].n_bytes for p in peaks if p]
+        peaks = [
+            get_measured_peak_bytes(r["memory"], planned.bytes_before_first_step) for r in records
+        ]
+        off += [p / planned.whole.n_bytes for p in peaks if p]
     predicted: list[ProjectedPeak | None] = []
     for s in wanted_cells:
-        made = plan_peak_of_subject(s) if off else None
+        planned = plan_peak_of_subject(s) if off else None
         predicted.append(
-            made
-            and ProjectedPeak(*(made[0].n_bytes * r for r in (min(off), median(off), max(off))))
+            planned
+            and ProjectedPeak(
+                *(planned.whole.n_bytes * r for r in (min(off), median(off), max(off)))
+            )
         )
     return predicted

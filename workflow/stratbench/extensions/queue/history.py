@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -111,6 +112,13 @@ class WaitsOfWidth:
     used_wall_time_share: float | None
 
 
+class GpusInUse(NamedTuple):
+    """Times at which the number of GPUs in use changes, and the number from each time on."""
+
+    times_unix_s: np.ndarray
+    num_gpus: np.ndarray
+
+
 @dataclass(frozen=True)
 class AccountingHistory:
     """All jobs with GPUs in a file of SLURM's accounting.
@@ -150,8 +158,8 @@ class AccountingHistory:
         begin_s, end_s = self.window_unix_s
         return (end_s - begin_s) / 86400
 
-    def _compute_gpus_in_use(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return times in the window, and the GPUs in use from each time on."""
+    def _compute_gpus_in_use(self) -> GpusInUse:
+        """Return the numbers of GPUs in use over the time window."""
         begin_s, end_s = self.window_unix_s
         changes: list[tuple[float, int]] = [(begin_s, 0), (end_s, 0)]
         for e in self.entries:
@@ -163,12 +171,12 @@ class AccountingHistory:
         times = np.array(sorted({t for t, _ in changes}))
         by_time = np.zeros(len(times))
         np.add.at(by_time, np.searchsorted(times, [t for t, _ in changes]), [g for _, g in changes])
-        return times, np.cumsum(by_time)
+        return GpusInUse(times, np.cumsum(by_time))
 
     @property
     def max_gpus_in_use(self) -> int:
         """Largest number of GPUs that were in use at the same time."""
-        return int(self._compute_gpus_in_use()[1].max())
+        return int(self._compute_gpus_in_use().num_gpus.max())
 
     @property
     def mean_gpus_in_use(self) -> float:

@@ -20,6 +20,10 @@ import numpy as np
 
 #: Number of reservations if every waiting job has one, as by SLURM's default (bf_job_part_count_reserve = 0).
 ALL = 10**6
+#: Time since the begin of the simulation.
+Seconds = float
+#: Number of GPUs, by number of the node.
+GpusByNode = dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class SimulatedJob:
     submit_s: float = 0.0
     start_s: float = math.nan
     end_s: float = math.nan
-    gpus_by_node: dict[int, int] = field(default_factory=dict)
+    gpus_by_node: GpusByNode = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -296,7 +300,7 @@ class Cluster:
         if math.isfinite(job.end_s):
             self._add_event(job.end_s, "job_end", job)
 
-    def _start_job(self, job: SimulatedJob, gpus_by_node: dict[int, int]) -> None:
+    def _start_job(self, job: SimulatedJob, gpus_by_node: GpusByNode) -> None:
         self.queue.remove(job)
         job.gpus_by_node = gpus_by_node
         job.start_s = self.now_s + self.rules.job_start_delay_s
@@ -338,7 +342,7 @@ class Cluster:
                 return
             self._start_job(job, at)
 
-    def _find_gpus_for_job(self, free: np.ndarray, job: SimulatedJob) -> dict[int, int] | None:
+    def _find_gpus_for_job(self, free: np.ndarray, job: SimulatedJob) -> GpusByNode | None:
         """Return the GPUs, by node, on which a job can start, or None.
 
         `free` has the number of free GPUs of each node.
@@ -355,7 +359,7 @@ class Cluster:
         fits = np.flatnonzero(free >= each)[:nodes]
         return {int(node): each for node in fits} if fits.size == nodes else None
 
-    def _make_room_by_preemption(self, job: SimulatedJob) -> dict[int, int] | None:
+    def _make_room_by_preemption(self, job: SimulatedJob) -> GpusByNode | None:
         """Stop preemptible jobs so that another job can start, if this is possible.
 
         Return the numbers of GPUs for that job, by node, or None.
@@ -377,7 +381,7 @@ class Cluster:
                     free[node] += gpus
         return free
 
-    def _preempt_jobs(self, gpus_by_node: dict[int, int]) -> None:
+    def _preempt_jobs(self, gpus_by_node: GpusByNode) -> None:
         """Stop preemptible jobs until these GPUs are free. The job that started last is stopped first."""
         for victim in [j for j in reversed(self.running) if j.is_preemptible]:
             if any(
@@ -414,7 +418,7 @@ class Cluster:
             if at is not None:
                 plan.reserve_gpus(begin_s, job.requested_wall_time_s, at)
 
-    def _iter_expected_job_ends(self) -> Iterator[tuple[float, dict[int, int]]]:
+    def _iter_expected_job_ends(self) -> Iterator[tuple[Seconds, GpusByNode]]:
         """Yield each running job's latest end by its requested wall time, and its GPUs.
 
         Preemptible jobs are left out.
@@ -428,7 +432,7 @@ class Cluster:
 
     def _find_earliest_job_start(
         self, plan: _FreeGpuPlan, job: SimulatedJob
-    ) -> tuple[float, dict[int, int] | None]:
+    ) -> tuple[Seconds, GpusByNode | None]:
         for i in np.flatnonzero(self._find_times_with_enough_gpus(plan.free, job)):
             at = self._find_gpus_for_job(
                 plan.count_gpus_free_throughout(plan.times[i], job.requested_wall_time_s), job
@@ -455,7 +459,7 @@ class _FreeGpuPlan:
         self,
         now_s: float,
         free: np.ndarray,
-        leaving: Iterator[tuple[float, dict[int, int]]],
+        leaving: Iterator[tuple[Seconds, GpusByNode]],
         up: np.ndarray,
     ) -> None:
         self.times, rows = [now_s], [free]
@@ -475,7 +479,7 @@ class _FreeGpuPlan:
             0
         )
 
-    def reserve_gpus(self, begin_s: float, duration_s: float, gpus_by_node: dict[int, int]) -> None:
+    def reserve_gpus(self, begin_s: float, duration_s: float, gpus_by_node: GpusByNode) -> None:
         """Reserve GPUs for a time interval.
 
         Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -18,11 +19,17 @@ from stratbench.extensions.projection.shown.crossings import (
 StrategyKey = tuple[str, str, str]
 
 
+class LowMiddleHigh(NamedTuple):
+    """Lower end, middle and upper end of an interval of 80 %."""
+
+    low: float
+    middle: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Projected:
     """Projected training of a strategy on a number of workers, or why there is none.
-
-    Each tuple has the low, middle and high value of an interval of 80 %.
 
     Attributes:
         missing_reason: Why nothing is projected, or "".
@@ -37,12 +44,12 @@ class Projected:
     """
 
     missing_reason: str
-    train_range_s: tuple[float, float, float] | None = None
-    step_range_s: tuple[float, float, float] | None = None
-    efficiency_range: tuple[float, float, float] | None = None
+    train_range_s: LowMiddleHigh | None = None
+    step_range_s: LowMiddleHigh | None = None
+    efficiency_range: LowMiddleHigh | None = None
     memory_high_bytes: float | None = None
     evidence_text: str = ""
-    target_range_s: tuple[float, float, float] | None = None
+    target_range_s: LowMiddleHigh | None = None
     target_gpu_hours: float | None = None
     target_cost: float | None = None
 
@@ -123,8 +130,9 @@ def _parse_projected_row(row: Mapping) -> Projected:
     if row["kind"] == "refused":
         return Projected(row["reason"])
 
-    def read_interval_columns(name: str, unit: str = "") -> tuple[float, float, float]:
-        return row[f"{name}_low{unit}"], row[f"{name}{unit}"], row[f"{name}_high{unit}"]
+    def read_interval_columns(name: str, unit: str = "") -> LowMiddleHigh:
+        columns = f"{name}_low{unit}", f"{name}{unit}", f"{name}_high{unit}"
+        return LowMiddleHigh(*(row[column] for column in columns))
 
     memory_bytes = row["memory_high_bytes"]
     return Projected(
