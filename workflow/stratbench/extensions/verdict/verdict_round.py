@@ -182,8 +182,8 @@ class Round:
         if all(following[key] == self.content[key] for key in ("comparisons", "full_runs")):
             raise ConfigError(
                 "all files of this round of the verdict exist, but the verdict does not use all of them, so "
-                "the next round would repeat this one; run `snakemake verdict` to see which files are not used, "
-                "and why"
+                "the next round would repeat this one; run `snakemake verdict` to see which files are not "
+                "used, and why"
             )
         return True
 
