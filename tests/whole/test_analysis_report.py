@@ -496,7 +496,7 @@ def test_a_variant_without_a_record_is_told_as_one():
     ]
     ddp, mine, policy = sections.iter_strategy_rows(pd.DataFrame(rows))
     assert not ddp["summary"].startswith("a variant")
-    assert mine["summary"] == "a variant whose base strategy no record names."
+    assert mine["summary"] == "a variant without a record, so its base strategy is unknown."
     assert policy["summary"].startswith("a variant of fsdp: ")
 
 

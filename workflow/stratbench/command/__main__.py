@@ -14,7 +14,7 @@ from pathlib import Path
 from stratbench import __version__
 from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.files import format_os_error
-from stratbench.command import CommandError
+from stratbench.command import CommandError, ExitCode
 from stratbench.command.init import create_study_files
 from stratbench.command.subcommands import (
     SubcommandAdder,
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     return whole
 
 
-def run_init(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
+def run_init(args: argparse.Namespace, unknown_arguments: list[str]) -> ExitCode:
     """Run `stratbench init FOLDER`, and return its exit code."""
     check_no_unknown_arguments(unknown_arguments)
     for path in create_study_files(args.folder):

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stratbench.cell.installation import ROOT, SNAKEFILE
-from stratbench.command import CommandError
+from stratbench.command import CommandError, ExitCode
 
 #: Arguments of `pip install` for optional packages that some rules need.
 NEEDED = {"snakemake": "snakemake", "torch": "torch torchvision"}
@@ -34,7 +34,9 @@ def is_module_missing(name: str) -> bool:
         return True
 
 
-def exec_snakemake(*arguments: str, config: Sequence[str] = (), program: str = "snakemake") -> int:
+def exec_snakemake(
+    *arguments: str, config: Sequence[str] = (), program: str = "snakemake"
+) -> ExitCode:
     """Replace this process by Snakemake in the current folder.
 
     Args:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stratbench.command import CommandError
+from stratbench.command import CommandError, ExitCode
 from stratbench.command.in_folder import (
     QUIET,
     check_packages_installed,
@@ -16,7 +16,7 @@ from stratbench.command.in_folder import (
 )
 
 #: A function that runs a subcommand, given its arguments and those for Snakemake, and returns the exit code.
-Run = Callable[[argparse.Namespace, list[str]], int]
+Run = Callable[[argparse.Namespace, list[str]], ExitCode]
 FOR_SNAKEMAKE = """\
 In a study's folder all other options go to Snakemake, with their values by `=`: -n, --jobs=4.
 """
@@ -80,7 +80,7 @@ def add_training_subcommand(add: SubcommandAdder, name: str, help_text: str) -> 
     )
 
 
-def run_training_rule(args: argparse.Namespace, snakemake_arguments: list[str]) -> int:
+def run_training_rule(args: argparse.Namespace, snakemake_arguments: list[str]) -> ExitCode:
     """Run the Snakemake rule with the subcommand's name, or the default target for `stratbench run`."""
     check_packages_installed("torch")
     target = [] if args.command == "run" else [args.command]
@@ -91,7 +91,7 @@ def run_training_rule(args: argparse.Namespace, snakemake_arguments: list[str]) 
 
 def print_rule_answer(
     args: argparse.Namespace, snakemake_arguments: list[str], config: Sequence[str] = ()
-) -> int:
+) -> ExitCode:
     """Run the Snakemake rule with the subcommand's name, and print only the rule's answer.
 
     Args:
@@ -109,7 +109,9 @@ def print_rule_answer(
     )
 
 
-def print_rule_answer_with_torch(args: argparse.Namespace, snakemake_arguments: list[str]) -> int:
+def print_rule_answer_with_torch(
+    args: argparse.Namespace, snakemake_arguments: list[str]
+) -> ExitCode:
     """Run the Snakemake rule with the subcommand's name, after checking that PyTorch is installed."""
     check_packages_installed("torch")
     return print_rule_answer(args, snakemake_arguments)

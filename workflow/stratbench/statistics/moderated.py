@@ -17,20 +17,23 @@ ALPHA = 0.05
 #: Divisor of ALPHA if results are analysed repeatedly, after 2, 3, 4, 5, 6, 8 and 10 repeats. By simulation
 #: it must be 3.8 to 5.6.
 REPEATED_LOOKS = 4.5
-#: Ratio of times from which a single common repeat is enough to call a candidate slower.
+#: If the ratio of times is at least this, a single common repeat is enough to call a candidate slower.
 SCREEN = 1.5
 #: If an alternative may be faster than the choice by more than this fraction, the confidence is low.
 ROUGH = 0.10
-#: Minimum number of variances from which a prior (common variance) is estimated.
+#: Minimum number of variances for the estimate of a prior (common variance).
 MIN_VARIANCES = 6
-#: Number of variances from which a prior's degrees of freedom are not limited.
+#: A prior from at least this many variances has no maximum of its degrees of freedom.
 ENOUGH_VARIANCES = 10
 #: Maximum degrees of freedom of a prior from fewer than ENOUGH_VARIANCES variances.
 FEW_DOF = 2.0
-#: Minimum number of groups of repeats from whose variances a prior is estimated.
+#: Minimum number of groups of repeats for the estimate of a prior from their variances.
 MIN_GROUPS = 2
 #: Maximum degrees of freedom of a prior from fewer than ENOUGH_VARIANCES groups.
 FEW_DOF_OF_GROUPS = 4.0
+
+#: Variances and their degrees of freedom, as arrays of equal shape.
+VariancesAndDof = tuple[np.ndarray, np.ndarray]
 
 
 class Differences(NamedTuple):
@@ -97,7 +100,7 @@ def estimate_common_variance_prior(
         return Prior(np.zeros(count.shape), np.zeros(count.shape))
     from scipy.special import digamma  # the import of scipy takes 0.2 s
 
-    # Few degrees of freedom are distinct, so digamma and trigamma are computed once for each of them.
+    # Many variances have the same degrees of freedom, so digamma is computed once per distinct value.
     several, place = np.unique(np.where(is_used, dof, 1.0), return_inverse=True)
     place, half = place.reshape(is_used.shape), several / 2
     logs = np.log(np.where(is_used, variances, 1.0))
@@ -139,9 +142,7 @@ def compute_trigamma_inverse(y: np.ndarray) -> np.ndarray:
     return x
 
 
-def shrink_variances_by_kind(
-    differences: Differences, has_servers: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def shrink_variances_by_kind(differences: Differences, has_servers: np.ndarray) -> VariancesAndDof:
     """Return variances shrunk to a prior per kind of strategy, and their degrees of freedom.
 
     Both have the shape [..., G]. A kind with too few variances uses the prior of all kinds. Variances of 0
@@ -171,7 +172,7 @@ def estimate_prior_by_kind(
         dof: Degrees of freedom of the variances.
         is_used: Mask of the variances to use.
         kinds: Kind of each variance.
-        limits: Further arguments of `estimate_variance_prior`.
+        limits: Further arguments of `estimate_common_variance_prior`.
     """
     kinds = np.broadcast_to(kinds, is_used.shape)
     d0, s0 = np.zeros(is_used.shape), np.zeros(is_used.shape)
@@ -186,9 +187,7 @@ def estimate_prior_by_kind(
     return Prior(d0, s0)
 
 
-def shrink_variances_to_prior(
-    prior: Prior, differences: Differences
-) -> tuple[np.ndarray, np.ndarray]:
+def shrink_variances_to_prior(prior: Prior, differences: Differences) -> VariancesAndDof:
     """Return variances shrunk towards their prior, and their degrees of freedom.
 
     Without two repeats the variance is NaN with 0 degrees of freedom.
@@ -250,7 +249,7 @@ def shrink_variances_by_groups(
     group_variances: GroupScatter,
     has_servers: np.ndarray,
     subtracted_group: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> VariancesAndDof:
     """Return variances of differences between groups, shrunk to the variances within the groups.
 
     All arrays have the shape [..., G]. The prior of a difference is the sum of the priors of its two groups.
@@ -316,7 +315,7 @@ def compute_alternatives_tail(num_rivals: int | np.ndarray) -> np.ndarray:
 
 
 def compute_decision_tail(
-    num_candidates: int | np.ndarray, looks_divisor: float = 1.0
+    num_candidates: int | np.ndarray, interim_looks_divisor: float = 1.0
 ) -> np.ndarray:
     """Return the tail probability of each interval in a decision among candidates.
 
@@ -325,6 +324,6 @@ def compute_decision_tail(
 
     Args:
         num_candidates: Number of candidates.
-        looks_divisor: 1 if the number of repeats was fixed in advance, else REPEATED_LOOKS.
+        interim_looks_divisor: 1 if the number of repeats was fixed in advance, else REPEATED_LOOKS.
     """
-    return ALPHA / (looks_divisor * np.square(np.maximum(2, num_candidates), dtype=float))
+    return ALPHA / (interim_looks_divisor * np.square(np.maximum(2, num_candidates), dtype=float))

@@ -113,6 +113,6 @@ def compute_satterthwaite_half_width(
     from scipy.special import stdtrit  # the import of scipy takes 0.2 s
 
     total = sum(variance for variance, _ in variances_and_dof)
-    # Without the division by `total`, squares of variances near 1e-160 would underflow.
+    # The division by `total` comes first, since squares of variances near 1e-160 would underflow.
     dof = 1 / sum((variance / total) ** 2 / n for variance, n in variances_and_dof)
     return -float(stdtrit(dof, alpha)) * math.sqrt(total)

@@ -41,7 +41,7 @@ class Candidate:
     #: Training time of each repeat in s.
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     time_s: float | None = None
-    #: Noun for what one training time was measured in: `repeat`, or `block` (timed steps of a verdict).
+    #: What one training time covers: `repeat`, or `block` (timed steps of a verdict).
     repetition_noun: str = "repeat"
     #: Whether the training time is projected from other numbers of workers instead of measured.
     has_projected_time: bool = False
@@ -53,7 +53,7 @@ class Candidate:
     score: Score = field(default_factory=Score)
     #: Score of each repeat, in the unit in which scores are shown.
     scores: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
-    #: Standard error of a repeat's score, since the test set is finite; None if not recorded.
+    #: Standard error of a repeat's score that is due to the finite test set; None if not recorded.
     score_standard_error: float | None = None
     #: Whether the cells trained for a number of steps and skipped evaluation.
     skips_evaluation: bool = False
@@ -70,23 +70,23 @@ class Candidate:
     test_samples: float | None = None
     has_cpu_workers: bool = False
     has_servers: bool = False  # whether the candidate has parameter servers
-    #: Whether the number of workers changes the score: if the model has BatchNorm, or if the loss of a batch
-    #: is not the mean of the losses of its parts.
+    #: Whether the score depends on the number of workers. It does if the model has BatchNorm, or if a batch's
+    #: loss is not the mean of its parts' losses.
     score_depends_on_workers: bool = True
     global_batch: float | None = None
-    hosts: frozenset[str] = frozenset()  # hosts that trained a repeat together are one text
+    hosts: frozenset[str] = frozenset()  # one text per set of hosts that trained a repeat together
     #: Upper bound (95 %) on how much worse than the best the score is, in the shown unit; None if unknown.
     max_score_loss: float | None = None
-    #: Why the time was not projected to the requested number of workers; empty if there is no such reason.
+    #: Why the time could not be projected to the requested number of workers; empty otherwise.
     no_projection_reason: str = ""
-    #: Names of the candidates with the best score.
+    #: Names of the candidates with the best score, joined to one text.
     best_scoring_candidate_names: str = ""
     price_per_gpu_hour: float | None = None
     #: GPU-seconds that all workers' jobs held, if workers joined and left; None if all workers stayed.
     allocated_gpu_s: float | None = None
     #: Mean number of workers present, if workers joined and left; None if all workers stayed.
     mean_num_workers: float | None = None
-    #: Whether the number of repeats was planned before they ran, by the candidate's records.
+    #: Whether all records of the candidate plan as many repeats as there are.
     has_planned_repeats: bool = False
     exclusion_kind: str = ""
     exclusion_reason: str = ""

@@ -14,7 +14,9 @@ from stratbench.cell.text.words import format_count, format_names
 from stratbench.statistics.moderated import ROUGH
 
 LEVELS = ("low", "medium", "high")
-#: Sentence for a decision whose intervals are corrected for repeated looks at the results.
+#: Index into LEVELS.
+LevelIndex = int
+#: Sentence for a decision whose number of repeats was not fixed in advance.
 LOOKED_AGAIN = (
     "Some records plan another number of repeats than there are. The intervals are therefore wider, which "
     "corrects for repeated looks at the results."
@@ -25,7 +27,7 @@ LOOKED_AGAIN = (
 class Confidence:
     """Confidence of a decision: its level, a short main reason, and all reasons as sentences."""
 
-    #: `high`, `medium` or `low`.
+    #: An entry of LEVELS.
     confidence_level: str
     main_reason: str
     reason_sentences: tuple[str, ...]
@@ -67,7 +69,7 @@ def compute_confidence(
         sentences.append(
             f"The verdict on {format_count(first.gpus, 'worker')}: {first.verdict_claim_and_confidence[0]}"
         )
-        # A verdict's confidence already takes nodes, full runs and dependent blocks into account.
+        # A confirmed verdict replaces the level of the repeats; any other verdict can only lower it.
         by_verdict = LEVELS.index(first.verdict_claim_and_confidence[1])
         level = by_verdict if is_confirmed_by_verdict(ranking) else min(level, by_verdict)
     elif first.repetition_noun == "block":
@@ -135,7 +137,7 @@ def is_ranking_clear_on_one_host(ranking: Ranking, hosts: set[str]) -> bool:
 
 
 def describe_doubt_from_repeats(
-    ranking: Ranking, constraints: Constraints, allowed_level: int
+    ranking: Ranking, constraints: Constraints, allowed_level: LevelIndex
 ) -> str:
     """Return in a few words which doubt the repeats leave, or an empty text.
 
@@ -244,7 +246,7 @@ def is_confirmed_by_verdict(ranking: Ranking) -> bool:
     )
 
 
-def compute_highest_level_and_reason(ranking: Ranking) -> tuple[int, str]:
+def compute_highest_level_and_reason(ranking: Ranking) -> tuple[LevelIndex, str]:
     """Return the highest confidence level that the repeats allow, and a sentence with the reason.
 
     The level is an index into LEVELS.

@@ -144,7 +144,7 @@ class RankingNoise:
         from scipy.special import nctdtr, stdtrit  # the import of scipy takes 0.2 s
 
         n = np.arange(3, MAX_REPEATS + 1)
-        # Other candidates often add fewer degrees of freedom than the maximum, so half of it is assumed.
+        # Half of the maximum is assumed, since other candidates often add fewer degrees of freedom.
         dof = (
             n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.prior_dof_per_repeat * (n - 1)) / 2
         )
@@ -164,7 +164,7 @@ class Ranking:
     max_lead_over_choice: float | None
     #: Noise of the repeats; None if unknown.
     repeat_noise: RankingNoise | None
-    #: Whether intervals are corrected for repeated looks at results, since no number of repeats was planned.
+    #: Whether intervals are wider because the number of repeats was not fixed in advance.
     corrects_for_interim_looks: bool
 
     @property
@@ -350,7 +350,7 @@ def compute_logs_of_cost_or_time_by_repeat(
 
 def rank_by_gpus_and_memory(candidates: Sequence[Candidate]) -> np.ndarray:
     """Return each candidate's place in the order of preference: fewest GPUs, then least memory."""
-    # Peaks are compared in steps of 3 %, so that a difference of one percent counts as equal.
+    # Peaks are rounded to steps of 3 %, since smaller differences count as equal.
     held = [c.audited_peak_memory_bytes for c in candidates]
     steps = [round(np.log(n_bytes) / 0.03) if n_bytes else np.inf for n_bytes in held]
     keys = [(c.gpus, step) for c, step in zip(candidates, steps, strict=True)]

@@ -175,7 +175,7 @@ def describe_strategies_without_projection(
     for c in candidates:
         if c.no_projection_reason:
             names_by_reason.setdefault(c.no_projection_reason, {})[c.strategy] = None
-    # If no strategy has a projection, the claim of the answer already gives the reason.
+    # If no strategy has a projection, the answer's conclusion already gives the reason.
     if not names_by_reason or not any(c.has_projected_time for c in candidates):
         return ""
     strategies_and_reasons = "; ".join(

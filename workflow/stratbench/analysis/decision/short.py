@@ -35,7 +35,7 @@ INTERVAL_FROM = 5
 HOURS_FROM_S = 7200
 #: Fraction of the memory that an alternative must save to be mentioned.
 CLEARLY_LESS = 0.1
-#: By kind of exclusion, if all candidates are excluded: the claim, and what the candidates have in common.
+#: If all candidates are excluded, by kind of exclusion: the conclusion, and a verb phrase on the candidates.
 NONE_LEFT = {
     "does not fit": ("No candidate fits into memory.", "do not fit"),
     "too slow": ("No candidate finishes in time.", "are too slow"),
@@ -59,7 +59,7 @@ STEADIER = (
     "To keep the training from diverging, lower lr or set lr_warmup_steps or max_grad_norm; then train "
     "again."
 )
-#: What uncertain answers of a kind have in common, as a verb phrase in the singular and the plural.
+#: By kind of uncertain answer: a verb phrase for one such answer, and one for several.
 KINDS = {
     "condition": ("holds with a condition", "hold with a condition"),
     "one run": ("rests on one run of each cell", "rest on one run of each cell"),
@@ -67,7 +67,7 @@ KINDS = {
     "low": ("has a low confidence", "have a low confidence"),
     "none": ("has no strategy to recommend", "have no strategy to recommend"),
 }
-#: The kind of an answer by its confidence, if this is high or medium.
+#: The kind of an answer with a high or medium confidence.
 KIND_OF_LEVEL = {"high": "sure", "medium": "condition"}
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
@@ -85,7 +85,7 @@ class ShortAnswer:
     kind: str
     #: Training time of the choice as text, or its cost if a price is set.
     value: str = ""
-    #: Spread of this time over the runs, as text.
+    #: Spread of the training time over the runs, as text.
     value_note: str = ""
     #: The alternatives, best first: strategy, gpus, ratio to the choice, and its interval (low, high).
     others: tuple[dict[str, Any], ...] = ()
@@ -173,7 +173,7 @@ def build_short_answer(
     known = "Apart from that:" if first.has_projected_time else "Among the measured cells:"
     score, score_note = format_score_and_note(candidates, first, constraints)
     memory, memory_note, share_of_card = format_memory_note_and_share(first)
-    # If candidates are equally fast, memory has already decided between them.
+    # Memory has already decided between equally fast candidates, so the text on memory is empty for them.
     leaner = (
         ""
         if ranking.alternatives_tied_with_choice
@@ -371,7 +371,7 @@ def describe_alternative_with_least_memory(
     return f"{name}: {format_percentage(1 - least / own)} less"
 
 
-# ---------------------------------------------------------------- the line on all answers
+# ---------------------------------------------------------------- one line that summarises all answers
 
 
 def format_summary_line(answers: Sequence[tuple[str, ShortAnswer]]) -> str:

@@ -124,7 +124,7 @@ def group_by_training_arithmetic(
     return result
 
 
-def compute_score_loss_half_widths(scores: np.ndarray, best_class: np.ndarray) -> np.ndarray:
+def compute_score_loss_half_widths(scores: np.ndarray, best_class_index: np.ndarray) -> np.ndarray:
     """Return the half-width of each class's interval for its score loss against the best class.
 
     The intervals are one-sided with 95 % confidence. They hold simultaneously for all
@@ -132,17 +132,17 @@ def compute_score_loss_half_widths(scores: np.ndarray, best_class: np.ndarray) -
 
     Args:
         scores: Scores in the shown unit, shape [..., classes, repeats], NaN for a missing repeat.
-        best_class: Index of the best class, shape [...].
+        best_class_index: Index of the best class, shape [...].
 
     Returns:
         The half-widths, shape [..., classes]: infinite without two repeats, 0 for the best class.
     """
-    first = np.take_along_axis(scores, best_class[..., None, None], axis=-2)
-    itself = np.arange(scores.shape[-2]) == best_class[..., None]
+    first = np.take_along_axis(scores, best_class_index[..., None, None], axis=-2)
+    itself = np.arange(scores.shape[-2]) == best_class_index[..., None]
     differences = moderated.compute_paired_differences(scores, first)
     differences = differences._replace(repeats=np.where(itself, 0, differences.repeats))
     groups = moderated.compute_variances_between_repeats(scores)
-    against = best_class[..., None] + np.zeros(itself.shape, dtype=int)
+    against = best_class_index[..., None] + np.zeros(itself.shape, dtype=int)
     variance, dof = moderated.shrink_variances_by_groups(
         differences, groups, np.array(False), against
     )

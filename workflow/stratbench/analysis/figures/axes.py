@@ -27,7 +27,7 @@ MAX_LETTERS = 20
 FIRST_DIGITS = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
 #: Fractions of a horizontal axis: the free room next to a tick's text, and the width of a letter.
 TICK_SHARE, LETTER_SHARE = 0.02, 0.045
-#: Factors on the size of marks, so that all shapes look equally large.
+#: Factors by which shapes are enlarged or reduced to look equally large.
 _LARGER = {"star": 1.5, "circle": 1.05, "hexagon": 1.15, "diamond": 0.95}
 
 
@@ -47,7 +47,7 @@ def apply_layout(axes: Axes) -> Figure:
     """Arrange the axes so that all texts have room, and return the figure. Pixel positions are then final."""
     figure = find_root_figure(axes)
     for drawn in (*axes.lines, *axes.patches, *axes.collections):
-        drawn.set_in_layout(False)  # the layout only makes room for texts
+        drawn.set_in_layout(False)  # the layout makes room only for texts
     ConstrainedLayoutEngine(h_pad=2 / 96, w_pad=2 / 96).execute(figure)
     return figure
 

@@ -203,7 +203,7 @@ def draw_ideal_speedup_line(axes: Axes, chart: CurveChart) -> None:
     first, last = min(chart.x_ticks), min(max(chart.x_ticks), max(known, default=0))
     if last > 1.5 * first:
         axes.plot([first, last], [first, last], color=RULE, zorder=1.4)
-        # Left of the line, the label covers no points: they would be better than ideal.
+        # The label is left of the line, where no points are: they would be better than ideal.
         place = create_shifted_transform(axes, -8, transform=axes.transData)
         draw_text(axes, last, last, "ideal", MUTED, ha="right", transform=place)
 

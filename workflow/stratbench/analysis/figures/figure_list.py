@@ -22,7 +22,7 @@ class Plot:
     title_template: str = ""
     #: The column of cells.csv that the figure needs. If it has no values, there is no figure.
     required_column: str = "status"
-    #: Whether the report shows the figure without unfolding.
+    #: Whether the report shows the figure at once, instead of after a click.
     is_unfolded: bool = False
     #: Whether there is one figure per number of workers.
     is_per_worker_count: bool = False

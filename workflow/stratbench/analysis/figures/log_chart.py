@@ -24,7 +24,7 @@ class ChartSeries:
         marked_points: Points that are drawn as marks.
         solid_line_points: Points of a solid line.
         dashed_line_points: Points of a dashed line.
-        interval_band: (x, low, high) of a shaded band, in the order of x.
+        band_points: (x, low, high) of a shaded band, in the order of x.
         mark: Mark of the points; small dots if None.
     """
 

@@ -46,7 +46,7 @@ class CaptionedFigure:
 def draw_figure_with_strategy_rows(data: FigureData, measure: Measure) -> CaptionedFigure:
     """Draw a row per strategy, with the metric's value on each number of workers."""
     rows = data.select_summary_rows(measure.name)
-    if measure.name == "utilisation":  # nearly the same on any number of workers, so one is enough
+    if measure.name == "utilisation":  # nearly equal for all numbers of workers
         rows = rows[rows["gpus"] == data.shown_worker_count]
     unit, factor = choose_axis_unit(measure, rows["value"])
     of_time = measure.name == "training_time"

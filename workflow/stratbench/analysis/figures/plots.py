@@ -122,7 +122,7 @@ FURTHER: dict[str, Callable[[FigureData], bool]] = {
 }
 
 
-def find_candidates_with_time_and_score(data: FigureData) -> set[Any]:
+def find_candidates_with_time_and_score(data: FigureData) -> set[tuple[str, int]]:
     """Return the (strategy, number of workers) pairs that have a time and a score."""
     known = [
         set(zip(rows["strategy"], rows["gpus"], strict=True))

@@ -155,7 +155,7 @@ def draw_tradeoff_figure(data: FigureData) -> CaptionedFigure:
         for name in ("training_time", "score")
     ]
     points = pd.concat(measured, axis=1).dropna()
-    # Scores are rounded, so that points with the same shown score are equally good.
+    # Points with the same shown score count as equally good.
     points["score"] = points["score"].round(data.score.shown_decimals)
     points["unbeaten"] = find_pareto_optimal_mask(
         *points.to_numpy(dtype=float).T * [[1], [data.score.higher_is_better_sign]]
@@ -178,7 +178,7 @@ def draw_tradeoff(
     """Draw a scatter chart of times and scores. The choice and Pareto-optimal points have names."""
     axes = create_figure_axes(SCATTER)
     scores = points["score"]
-    # The axis spans at least the tolerance, so that tiny differences do not fill it.
+    # Without a span of at least the tolerance, tiny differences would fill the axis.
     room = max(0.06 * np.ptp(scores) if len(scores) else 0.0, data.score.tolerance / 2)
     low, high = scores.min(), scores.max()
     set_ticks(axes.yaxis, (low - room, high + room) if len(scores) else (-room, 1 + room), False)

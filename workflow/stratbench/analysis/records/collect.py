@@ -156,7 +156,7 @@ def build_cell_rows(
             raise record.RecordError(f"{path} {other}")
         measured = build_row_from_record(rec, path.with_name("timeline.csv"))
     except record.RecordError as e:
-        # Another column has the path. Without it, cells with the same problem have the same reason.
+        # Without the path, which another column has, cells with the same problem have the same reason.
         reason = str(e).replace(str(path), path.name, 1)
         return CellRows(row | {"status": "error", "reason": clean_and_shorten_text(reason)}, [])
     except Exception as e:  # one unreadable record must not stop the collection of the others

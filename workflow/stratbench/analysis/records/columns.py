@@ -303,7 +303,7 @@ def find_field_types(path: str) -> list[str]:
     return [types] if isinstance(types, str) else types
 
 
-# Columns are listed once by their kind of source, since `build_record_row` runs for every record.
+# Columns are listed once by their kind of source, since `build_row_from_record` runs for every record.
 _FIELDS = [
     (column.name, column.source)
     for column in CELL_COLUMNS

@@ -31,7 +31,7 @@ class ReportInput:
     findings: pd.DataFrame
     #: The content of answers.json.
     answers_json: Mapping[str, Any]
-    #: Paths of further files that extensions show, by extension.
+    #: Path of each further file that the report shows, by the name of the extension that wrote it.
     evidence: Mapping[str, str] = field(default_factory=dict)
 
 

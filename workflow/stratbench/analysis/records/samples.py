@@ -15,7 +15,7 @@ from typing import NamedTuple
 SLOWED = ("hw_slowdown", "thermal_slowdown", "power_brake")
 #: Reason for lower clocks of a GPU that is at its normal power limit.
 CAPPED = "sw_power_cap"
-#: Columns that identify a sample's source, and columns that describe its moment.
+#: Columns that identify what is sampled, and columns with the time of a sample and the state at this time.
 PLACE, MOMENT = ("node", "kind", "id"), ("t_s", "phase", "throttle")
 #: Columns that are summarised, by the kind of sample.
 COLUMNS = {
@@ -27,8 +27,11 @@ COLUMNS = {
 BUSY = {"gpu": "gpu_util_pct", "process": "cpu_pct"}
 #: The column with the memory in use, by the kind of sample.
 HELD = {"gpu": "mem_used_bytes", "process": "rss_bytes"}
-#: The utilisation in percent from which a GPU counts as busy.
+#: A GPU with at least this utilisation in percent counts as busy.
 WORKING_PCT = 50.0
+
+#: Node, kind and id of what is sampled: a host, a process or a GPU.
+SampleSource = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def summarize_samples_by_column(
 class Timeline:
     """The samples of a cell, summarised per source: by node, kind (host, process, gpu) and id."""
 
-    series_by_source: dict[tuple[str, str, str], SampleSeries]
+    series_by_source: dict[SampleSource, SampleSeries]
 
     def select_series_of_kind(self, kind: str) -> dict[tuple[str, str], SampleSeries]:
         """Return the summaries of all sources of one kind by node and id.
@@ -167,7 +170,7 @@ def parse_timeline(csv_lines: Iterable[str]) -> Timeline | None:
         return None
     index_of, moment = ([names[name] for name in listed] for listed in (PLACE, MOMENT))
     wanted = {kind: [names[name] for name in listed] for kind, listed in COLUMNS.items()}
-    samples_of: defaultdict[tuple[str, str, str], list[Sample]] = defaultdict(list)
+    samples_of: defaultdict[SampleSource, list[Sample]] = defaultdict(list)
     for row in rows:
         if len(row) < len(names):  # a killed sampler leaves an incomplete line
             continue

@@ -149,7 +149,7 @@ def build_scale_values(
         in_full_colour=True,
     )
     label = format_alternative_label(nearest)
-    # The label is centred below its mark, or moved so far that it stays on the scale.
+    # The label is centred below its mark, or moved just enough to stay on the scale.
     half = min(LETTER * len(label) / 2, WIDTH / 2)
     x = min(max(compute_ratio_position_px(min(nearest["ratio"], FARTHEST)), half), WIDTH - half)
     return {

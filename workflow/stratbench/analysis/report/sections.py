@@ -16,8 +16,8 @@ def iter_strategy_rows(cells: pd.DataFrame) -> Iterator[dict[str, str]]:
     bases = map_base_strategies(cells)
     for name in cells["strategy"].unique():
         base = bases.get(name, name)
-        if base not in REGISTRY:  # a variant without any record, which would name its base strategy
-            unknown = "a variant whose base strategy no record names."
+        if base not in REGISTRY:  # only records name the base strategy of a variant
+            unknown = "a variant without a record, so its base strategy is unknown."
             yield {"name": name, "summary": unknown, "rule": unknown}
             continue
         kind = "" if base == name else f"a variant of {base}: "
