@@ -113,7 +113,7 @@ def open_lock_file(path: Path) -> FileDescriptor:
             try:
                 os.fchown(descriptor, -1, folder.st_gid)
             except OSError:
-                mode &= ~0o060  # members of another group must not open the file
+                mode &= ~0o060  # the file still has another group, whose members must not open it
         with contextlib.suppress(OSError):
             os.fchmod(descriptor, mode)
     return descriptor

@@ -161,10 +161,10 @@ def start_jobs_in_order(workflow: Any, key: Callable[[Any], Any]) -> None:
     workflow.scheduler.run = run_jobs_in_order
 
 
-def extend_executor(workflow: Any, methods: type) -> Any:
+def extend_executor(workflow: Any, class_with_methods: type) -> Any:
     """Override methods of Snakemake's executor by those of a class, and return the executor."""
     executor = workflow.scheduler._executor
-    executor.__class__ = type("ExtendedExecutor", (methods, type(executor)), {})
+    executor.__class__ = type("ExtendedExecutor", (class_with_methods, type(executor)), {})
     return executor
 
 

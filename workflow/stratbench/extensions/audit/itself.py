@@ -89,7 +89,7 @@ def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
             MAX_TIME_DIFFERENCE,
             MAX_TIME_DIFFERENCE_S,
         )
-        # Workers of a collective strategy make each step together, so that their times are similar.
+        # Workers of a collective strategy make each step together. Their times must therefore be similar.
         if facts("strategy.kind") == "collective":
             yield from iter_excess_messages(
                 "half of the slowest worker's time", max(own) / 2, "the fastest one's", min(own),

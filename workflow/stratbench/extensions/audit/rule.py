@@ -24,14 +24,14 @@ from stratbench.analysis.records.samples import Timeline
 from stratbench.cell.record import Record
 
 Severity = Literal["unusable", "warning", "note"]
-#: Which values of a cell a rule concerns.
+#: Values of a cell that a finding puts in doubt.
 AffectedValues = Literal["time", "memory", "score", "all"]
 #: Which records a rule checks: those of stratbench's training loop, of users' commands, or both.
 CheckedRecords = Literal["ours", "commands", "both"]
 #: Names of a cell's coordinates within its study; a `CellKey` has their values in this order.
 COORDINATES = (*GROUP, "repeat")
 CellKey = tuple[Any, ...]
-#: A case that a rule's function yields: the cells (a group, a row or a mapping), and a text with the values.
+#: A finding that a rule's function yields: the cells (a group, row or mapping), and a text with the values.
 Case = tuple[Any, str]
 
 

@@ -30,7 +30,7 @@ MAX_LOSS_DIFFERENCE, MAX_LOSS_DIFFERENCE_SHARE = 0.05, 0.25
 #: Largest difference between two accuracies that rounding may explain, besides chance and a share of the
 #: errors.
 MAX_ACCURACY_DIFFERENCE = 0.03
-#: Recorded values of an epoch that are equal for strategies with the same arithmetic.
+#: Values per epoch that must be equal, but for rounding, if two strategies compute the same updates.
 COMPARED_VALUES = ("train_loss", "test_loss", "score")
 
 
@@ -49,7 +49,7 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
         if pd.isna(row.score_final):
             continue
         score = scores[row.experiment]
-        # Published tables of accuracies lack the score of guessing, which then counts as 0.
+        # Published tables of accuracies do not have the score of guessing. It counts as 0 for them.
         guess = (
             0.0
             if score.is_unit_fraction and pd.isna(row.score_chance_level)

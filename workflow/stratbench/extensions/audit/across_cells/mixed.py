@@ -171,7 +171,7 @@ def find_row_index_of_field(path: str) -> int | None:
         path == f"settings.{key}" or path.startswith(f"settings.{key}.") for key in VARIED_SETTINGS
     ):
         return None
-    # With weak scaling the global batch differs on purpose; the rule mixed-batches compares it.
+    # The global batch may differ with weak scaling. The rule mixed-batches compares it.
     if path == "settings.global_batch":
         return None
     for i, entry in enumerate(TABLE):
