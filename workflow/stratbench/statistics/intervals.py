@@ -33,9 +33,9 @@ class IntervalEstimate(NamedTuple):
         """Return whether there is an interval, and it does not contain `value`."""
         return self.low is not None and not self.low <= value <= self.high
 
-    def map_value_and_ends(self, change: Callable[[float], float]) -> IntervalEstimate:
+    def map_value_and_ends(self, increasing_function: Callable[[float], float]) -> IntervalEstimate:
         """Return the estimate after applying an increasing function, such as exp, to value and ends."""
-        return IntervalEstimate(*(None if x is None else change(x) for x in self))
+        return IntervalEstimate(*(None if x is None else increasing_function(x) for x in self))
 
     def format_value_and_interval(
         self,
@@ -88,8 +88,8 @@ def compute_paired_ratios(
 ) -> list[IntervalEstimate]:
     """Return each pair's geometric mean ratio over repeats, with its 95 % moderated t interval.
 
-    Column k of both rows comes from repeat k, so that effects of the repeat's seed cancel. A single repeat
-    has no interval. The variances of all `pairs` are pooled as in `moderate_variances`.
+    Column k of both rows comes from repeat k, so effects of the repeat's seed cancel. A single repeat
+    has no interval. The variances of all `pairs` are pooled as in `shrink_variances_by_kind`.
 
     Args:
         pairs: Arrays of shape [2, repeats]: numerators and denominators.

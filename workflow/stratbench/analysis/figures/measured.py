@@ -115,14 +115,16 @@ def iter_strategy_points(
     strategy: str,
     summary_rows: pd.DataFrame,
     unit_factor: float,
-    several_counts: bool,
+    has_several_worker_counts: bool,
 ) -> Iterator[Point]:
     """Yield a strategy's point for each number of workers with a value. Numbers of workers ascend."""
     known = summary_rows[summary_rows["value"].notna()].sort_values("gpus")
     for gpus, *values in known[["gpus", "value", "low", "high"]].to_numpy(dtype=float):
         value, low, high = (None if v != v else float(v) * unit_factor for v in values)
         chosen = data.chosen_strategy_and_gpus == (strategy, gpus)
-        yield Point(value or 0.0, low, high, f"{gpus:.0f}" if several_counts else "", chosen)
+        yield Point(
+            value or 0.0, low, high, f"{gpus:.0f}" if has_several_worker_counts else "", chosen
+        )
 
 
 def add_model_states_to_points(
@@ -151,7 +153,9 @@ def shorten_outcome(value_text: str) -> str:
     return value_text[5:-1] if value_text.startswith("n/a (") else value_text.partition(" (")[0]
 
 
-def describe_outcomes_of_strategy(summary_rows: pd.DataFrame, several_counts: bool) -> str:
+def describe_outcomes_of_strategy(
+    summary_rows: pd.DataFrame, has_several_worker_counts: bool
+) -> str:
     """Return the outcomes of a strategy's cells without a value: `OOM on 2, 4` workers."""
     outcomes: dict[str, list[str]] = {}
     lost = summary_rows[
@@ -165,7 +169,7 @@ def describe_outcomes_of_strategy(summary_rows: pd.DataFrame, several_counts: bo
                 f"{row['cells'] - row['ok']} of {row['cells']} {row['outcome'].split(' × ')[-1]}"
             )
         outcomes.setdefault(outcome, []).append(str(row["gpus"]))
-    if not several_counts:
+    if not has_several_worker_counts:
         return "; ".join(outcomes)
     return "; ".join(f"{what} on {', '.join(counts)}" for what, counts in outcomes.items())
 

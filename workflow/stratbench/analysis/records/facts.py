@@ -143,8 +143,8 @@ def iter_inequality_messages(
     value: float | None,
     formula_name: str,
     formula_value: float | None,
-    relative: float = ROUNDING,
-    absolute: float = 0.0,
+    relative_tolerance: float = ROUNDING,
+    absolute_tolerance: float = 0.0,
 ) -> Iterator[str]:
     """Yield a message if a value in the record differs from a formula's value.
 
@@ -153,12 +153,12 @@ def iter_inequality_messages(
         value: The value.
         formula_name: Name of the formula.
         formula_value: The value of the formula.
-        relative: Allowed difference as a fraction of the larger value.
-        absolute: Allowed absolute difference, in addition to `relative`.
+        relative_tolerance: Allowed difference as a fraction of the larger value.
+        absolute_tolerance: Allowed absolute difference, in addition to `relative_tolerance`.
     """
     if None in (value, formula_value):
         return
-    slack = absolute + relative * max(abs(value), abs(formula_value))
+    slack = absolute_tolerance + relative_tolerance * max(abs(value), abs(formula_value))
     if not abs(value - formula_value) <= slack:  # unlike `>`, this is true if a value is NaN
         yield f"{value_name} is {value:.6g}, but {formula_name} is {formula_value:.6g}"
 
@@ -168,8 +168,8 @@ def iter_excess_messages(
     value: float | None,
     formula_name: str,
     formula_value: float | None,
-    relative: float = ROUNDING,
-    absolute: float = 0.0,
+    relative_tolerance: float = ROUNDING,
+    absolute_tolerance: float = 0.0,
 ) -> Iterator[str]:
     """Yield a message if a value in the record exceeds the value of a formula.
 
@@ -178,11 +178,11 @@ def iter_excess_messages(
         value: The value.
         formula_name: Name of the formula.
         formula_value: The value of the formula.
-        relative: Allowed difference as a fraction of the larger value.
-        absolute: Allowed absolute excess, in addition to `relative`.
+        relative_tolerance: Allowed difference as a fraction of the larger value.
+        absolute_tolerance: Allowed absolute excess, in addition to `relative_tolerance`.
     """
     if None not in (
         value,
         formula_value,
-    ) and not value <= formula_value + absolute + relative * abs(formula_value):
+    ) and not value <= formula_value + absolute_tolerance + relative_tolerance * abs(formula_value):
         yield f"{value_name} is {value:.6g}, more than {formula_name}, {formula_value:.6g}"

@@ -93,7 +93,7 @@ def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
         if facts("strategy.kind") == "collective":
             yield from iter_excess_messages(
                 "half of the slowest worker's time", max(own) / 2, "the fastest one's", min(own),
-                absolute=MAX_TIME_DIFFERENCE_S,
+                absolute_tolerance=MAX_TIME_DIFFERENCE_S,
             )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
             ("energy.train_joules", joules, f"{MAX_POWER:.0%} {of}", MAX_POWER * allowed),
             (f"{MIN_POWER:.0%} {of}", MIN_POWER * allowed, "energy.train_joules", joules),
         ):
-            yield from iter_excess_messages(what, one, other, most, absolute=late)
+            yield from iter_excess_messages(what, one, other, most, absolute_tolerance=late)
     states, size = facts("memory.model_states"), facts.parameter_bytes
     if states:
         if not facts("strategy.traits.states_on_host"):

@@ -40,13 +40,17 @@ def find_contradictory_reports(facts: Facts) -> Iterator[str]:
     for path, other in EQUAL:
         yield from iter_inequality_messages(path, facts(path), other, facts(other))
     for path, other in WITHIN:
-        yield from iter_excess_messages(path, facts(path), other, facts(other), absolute=READ_S)
+        yield from iter_excess_messages(
+            path, facts(path), other, facts(other), absolute_tolerance=READ_S
+        )
     spans = {"the span of program.self_reported": reported["last_s"] - reported["first_s"]}
     if None not in (outside["begun_s"], outside["ended_s"]):
         spans["the span of program.external"] = outside["ended_s"] - outside["begun_s"]
     train_s = facts("time.train_time_s")
     for of, span_s in spans.items():
-        yield from iter_excess_messages("time.train_time_s", train_s, of, span_s, absolute=READ_S)
+        yield from iter_excess_messages(
+            "time.train_time_s", train_s, of, span_s, absolute_tolerance=READ_S
+        )
     batches, formula = (
         reported["steps"] * reported["batch"],
         "program.self_reported.steps x program.self_reported.batch",
