@@ -317,7 +317,7 @@ class Coordinator:
         if entry["epoch"] == self._epochs_done + 1:
             try:
                 self._on_epoch(entry)
-            # The training must end, because results of the next epoch would be stored as those of this one.
+            # The training must end, because the next epoch's results would be stored as those of this epoch.
             except OSError as error:
                 self._fail_training(
                     f"the result of epoch {entry['epoch']} cannot be written: {error}"
@@ -342,10 +342,10 @@ class Coordinator:
         if pause_s is not None:
             longer_s = max(0.0, float(pause_s) - (generation.pause_s or 0.0))
             generation.pause_s = (generation.pause_s or 0.0) + longer_s
-            # The pause counts for the epoch of the step before it, because the last step has no next epoch.
+            # The pause counts towards the epoch of the step before it. After the last step there is no epoch.
             number = max(0, generation.from_step - 1) // self._per_epoch
-            first = self.history.totals_by_epoch.setdefault(number, EpochTotals())
-            first.pause_s += longer_s
+            totals = self.history.totals_by_epoch.setdefault(number, EpochTotals())
+            totals.pause_s += longer_s
             self._last_pause_s = generation.pause_s
             self._next_change = time.monotonic() + STEPS_PER_PAUSE * self._last_pause_s
 

@@ -106,7 +106,7 @@ class ElasticGroup:
         self.broken = True
         for number in self._connected:
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                # Raises OSError for gloo's listening socket. To shut this one down would kill the process.
+                # Raises OSError for gloo's listening socket, whose shutdown would kill the process.
                 connection.getpeername()
                 connection.shutdown(socket.SHUT_RDWR)
         if self._device.type == "cuda" and dist.is_initialized():

@@ -265,12 +265,12 @@ class ElasticSynchronous:
             # after the failed collective.
             self.strategy.restore(self._initial)
             self._step = 0
-        # A request to leave that came after the last vote waits for the next vote, since other workers do not
-        # know of it, and may need this worker's state.
+        # Other workers learn of a request to leave by a vote, and may need this worker's state. A request
+        # after the last vote therefore waits for the next one.
         leaving = self._leave_requested.is_set() if progress.has_failed else self._leaves
-        # If the process group broke, a worker that leaves cannot know whether others are left, and saves the
-        # state.
-        if leaving if progress.has_failed else self._all_leave and self._rank == 0:
+        # If the process group broke, a leaving worker saves the state, because no other may be left.
+        must_save = leaving if progress.has_failed else self._all_leave and self._rank == 0
+        if must_save:
             self._save_state_for_later_members()
         self._membership.send_message(
             "stopped", failed=progress.has_failed, leaving=leaving, holds=self._step, **taken

@@ -25,7 +25,7 @@ from stratbench.extensions.projection.servers import ServerQueue
 #: workers.
 MAX_SPREAD = 4.0
 #: Minimum number of measured worker counts for the fit of a + b/N to replace a worse replay. With fewer,
-#: errors are known for only one count, to which one of three naive rules is close by chance.
+#: an error is known for only one count, which one of the three naive rules may predict well by chance.
 MIN_TO_GIVE_WAY = 4
 #: Minimum standard deviation of errors in ln of time. Intervals are thus not narrower than usual spreads of
 #: repeats.

@@ -29,8 +29,8 @@ from stratbench.statistics.intervals import IntervalEstimate
 
 #: Maximum share of GPUs that other users' jobs use on average. Above it the queue has no stable mean wait.
 MAX_STEADY_LOAD = 0.9
-#: Maximum growth of the waiting jobs in a history. The unit is the share of GPUs that the additional work
-#: would use. A queue can grow although GPUs are idle, because jobs do not fit together.
+#: Maximum growth of the queue in a history, as the share of GPUs that the added jobs would keep busy. A queue
+#: can grow although GPUs are idle, because jobs do not fit together.
 MAX_GROWTH = 0.1
 #: Number of simulated queues (blocks), and of submission times of the training in each queue.
 BLOCKS, MOMENTS = 8, 4

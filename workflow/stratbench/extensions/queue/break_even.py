@@ -30,8 +30,8 @@ from stratbench.statistics.intervals import IntervalEstimate
 
 GANG, HALF = "gang", "gang N/2"
 SYNCHRONOUS, ASYNCHRONOUS = "split synchronous", "split asynchronous"
-#: Modes of a training, from the simplest to the most complex. The last one is simulated for several sample
-#: efficiencies.
+#: Modes of a training, from the simplest to the most complex. The asynchronous mode is simulated for several
+#: sample efficiencies.
 MODES = (GANG, HALF, SYNCHRONOUS, ASYNCHRONOUS)
 #: Simulated sample efficiencies of asynchronous workers. Times between them are interpolated linearly in 1 /
 #: efficiency.

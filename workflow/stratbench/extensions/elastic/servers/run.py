@@ -184,10 +184,10 @@ class ElasticRun(ServerRun):
     def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
         return super()._get_frame_handlers() | {Kind.DONE: self._handle_done_frame}
 
-    def _settle_ticket(self, worker: int, number: int, server: int) -> None:
-        super()._settle_ticket(worker, number, server)
-        if self.tickets.settled_by[number] == worker:
-            self._ledger.mark_ticket_completed(number)
+    def _settle_ticket(self, worker: int, ticket_number: int, server: int) -> None:
+        super()._settle_ticket(worker, ticket_number, server)
+        if self.tickets.settled_by[ticket_number] == worker:
+            self._ledger.mark_ticket_completed(ticket_number)
 
     def _finish_if_all_settled(self) -> None:
         if self.done or not self._first:
