@@ -438,8 +438,8 @@ class ServerRun:
             if member.alive and frame.ticket in self.tickets.list_held_tickets(member.worker):
                 self._settle_ticket(member.worker, frame.ticket, frame.shard)
 
-    def _settle_ticket(self, worker: int, number: int, server: int) -> None:
-        self.tickets.record_settled_ticket(worker, number, server)
+    def _settle_ticket(self, worker: int, ticket_number: int, server: int) -> None:
+        self.tickets.record_settled_ticket(worker, ticket_number, server)
         self._finish_if_all_settled()
 
     def _finish_if_all_settled(self) -> None:

@@ -23,7 +23,7 @@ from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 
 #: Whether all tensors that a server waited for have arrived.
 AllArrived = bool
-#: Function that creates a policy from its name, its weights [n], the optimizer's settings, and its options.
+#: Function that creates a policy from its name, its weights [n], optimizer settings, and its options.
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
 #: Function that creates a shard from its number and its initial weights, shape [n].
 MakeShard = Callable[[int, Tensor], Shard]
@@ -290,7 +290,7 @@ class EpochLog:
 
     def restore_completed_tickets(
         self,
-        settled: Collection[int],
+        completed: Collection[int],
         epoch_ends: list[dict[str, float]],
         elapsed_s: float,
         store: Store,
@@ -300,12 +300,12 @@ class EpochLog:
         An epoch that is over but has no recorded end ends now.
 
         Args:
-            settled: Numbers of the completed tickets.
+            completed: Numbers of the completed tickets.
             epoch_ends: Recorded ends of epochs.
             elapsed_s: Seconds since the first ticket was handed out.
             store: Shards, of which a snapshot is taken.
         """
-        for ticket_number in sorted(settled):
+        for ticket_number in sorted(completed):
             self._seen.add(ticket_number)
         for end in epoch_ends:
             if self._next_end > len(self._seen):

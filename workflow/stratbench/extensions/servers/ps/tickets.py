@@ -154,9 +154,8 @@ class Tickets:
         self._fresh: list[int] = []
         # Numbers of tickets to hand out again, each with the number of the lost worker that had it.
         self._returned: deque[tuple[int, int]] = deque()
-        self._worker_by_ticket: dict[
-            int, int
-        ] = {}  # number of the worker that has a ticket, by ticket
+        # Number of the worker that has a ticket, by ticket.
+        self._worker_by_ticket: dict[int, int] = {}
         self._n_servers = n_servers
         # The servers that have received all gradients of a ticket, by ticket.
         self._servers_by_ticket: dict[int, set[int]] = {}
@@ -226,11 +225,11 @@ class Tickets:
         self.settled_by[ticket_number] = worker
         self.n_settled += 1
 
-    def mark_settled_earlier(self, settled: Collection[int]) -> None:
+    def mark_settled_earlier(self, completed: Collection[int]) -> None:
         """Mark tickets as completed that were completed before the servers were started again."""
-        for number in settled:
+        for number in completed:
             self.settled_by[number] = EARLIER
-        self.n_settled = len(settled)
+        self.n_settled = len(completed)
 
     def take_back_tickets(self, worker: int) -> list[int]:
         """Take back the tickets of a lost worker, and return their numbers.
