@@ -133,7 +133,7 @@ def test_a_text_that_is_not_the_published_one_is_refused(tmp_path: Path) -> None
 
 
 def test_a_missing_text_is_told_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"put into ROOT/tinyshakespeare/\n.*/input.txt"):
+    with pytest.raises(DataError, match=r"files into ROOT/tinyshakespeare/\n.*/input.txt"):
         prepare_data_set("tinyshakespeare", tmp_path / "out", tmp_path, download=False)
 
 

@@ -10,8 +10,9 @@ ALIGN_BYTES = 64
 
 
 def compute_flat_offsets_and_length(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
-    """Return each tensor's first index in the flat tensor, and the flat tensor's length. Both are in
-    elements.
+    """Return each tensor's first index in the flat tensor, and the flat tensor's length.
+
+    Both are in elements.
     """
     starts, end = [], 0
     for tensor in tensors:

@@ -28,14 +28,14 @@ from stratbench.workload.torch_internals import (
 
 #: Largest number of elements of all tensors that a recipe computes. It suffices for a mask of 4096 positions.
 MAX_NUMBERS = 1 << 26
-#: Largest number of operations in a recipe that follow one another.
+#: Maximum length of a chain of operations in a recipe.
 MAX_STEPS = 100
-#: Exceptions that PyTorch raises if an operation on fake tensors needs values. On the meta device it raises a
-#: plain error with the text ON_META instead.
+#: Exceptions that PyTorch raises if an operation on fake tensors needs values. On the meta device it raises
+#: an error with the text ON_META instead.
 ASKS_FOR_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 ON_META = "cannot be called on meta tensors"
 aten = torch.ops.aten
-#: Operators that use only the shape and the format of their first operand, and not its values.
+#: Operators that use only the shape and the format of their first operand.
 SHAPED = frozenset(
     {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
 )
@@ -138,8 +138,7 @@ class KnownValueFakeMode(FakeTensorMode):
         """Return an operand with tensors replaced by their recipes. Raise _Unknown without a recipe."""
         if isinstance(operand, Tensor):
             recipe, written = getattr(operand, "recipe", (None, 0))
-            # A weight may have known initial values, but these change in the training, so that it has no
-            # recipe.
+            # A weight has no recipe: its initial values may be known, but training changes them.
             if (
                 recipe is None
                 or operand.requires_grad
@@ -208,8 +207,9 @@ def _collect_recipes(recipe: Recipe, collected: set[Recipe]) -> set[Recipe]:
 
 
 def _compute_real_operand(operand: Any, computed_tensors: dict[Recipe, Any]) -> Any:
-    """Return an operand with real tensors instead of recipes. Each recipe is replaced by the tensor that it
-    computes.
+    """Return an operand with real tensors instead of recipes.
+
+    Each recipe is replaced by the tensor that it computes.
     """
     if isinstance(operand, list):
         return [_compute_real_operand(each, computed_tensors) for each in operand]
@@ -217,7 +217,7 @@ def _compute_real_operand(operand: Any, computed_tensors: dict[Recipe, Any]) -> 
         return operand
     if operand not in computed_tensors:
         args = _compute_real_operand(operand.positional_operands, computed_tensors)
-        # The operator writes to its operand, whose old value other recipes need.
+        # If the operator writes to its operand, it gets a copy. Other recipes need the old values.
         if has_mutable_argument(operand.operator):
             args[0] = args[0].clone()
         kwargs = {

@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 #: Approximate number of elements of the random outputs with which the loss of a task is tried.
 TRIED_NUMBERS = 1 << 21
-#: Number of positions of a text with which a task is tried. It is small, since each has a score per token.
+#: Number of positions of a text with which a task is tried. It is small, because each position has a score
+#: for each token of the vocabulary.
 TRIED_POSITIONS = 16
 
 
-#: Message on a task whose loss of a batch is not the mean over the batch's parts.
+#: Message on a task whose loss for a batch is not the mean of the losses of the batch's parts.
 NO_SUM = (
     "its loss over a batch is not the mean over the batch's parts: the training depends on the size of "
     "each worker's batch, of its parts (gradient_accumulation_steps) and of micro-batches; return (sum, "
@@ -87,7 +88,7 @@ def _accepts_fake_tensors(task: Task, classes: int, target_shape: Sequence[int])
         x = torch.empty(compute_output_shape(task, target_shape, classes), requires_grad=True)
         try:
             task.loss(x, y), task.score(x, y)
-        except Exception:  # the task is the user's code, so that any exception is possible
+        except Exception:  # the user's code may raise any exception
             return False
     return True
 
@@ -200,7 +201,8 @@ def _determine_loss_kind(
         most = min(classes // each + 1, TRIED_NUMBERS // (2 * classes * each))
         half = max(3 if each == 1 else 1, most)
         number = torch.arange(half * each)
-        # A loss that ignores a label usually ignores the first or the last, so that these labels come first.
+        # Labels alternate from the first and from the last: a loss that ignores a label usually ignores one
+        # of these.
         varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
         # The second half has only the label 0. So each label occurs unequally often in the two halves, which
         # shows whether a loss ignores it.

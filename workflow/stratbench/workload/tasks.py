@@ -69,8 +69,9 @@ class Task:
     def loss(
         self, outputs: Tensor, targets: Tensor
     ) -> Tensor | tuple[Tensor, Tensor | int | float]:
-        """Return the mean loss of a batch, or a sum of losses and a weight. The sum is later divided by the
-        weight.
+        """Return the mean loss of a batch, or a sum of losses and a weight.
+
+        The sum is later divided by the weight.
 
         All are scalars. A sum is divided by the weight of the whole global batch, such as its number of
         counted targets. The loss then does not depend on how the batch is divided.
@@ -152,8 +153,9 @@ class MaskedToken(NextToken):
     loss_kind = LossKind(weighs=True)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the masked tokens' cross-entropies in nats, and a weight. The weight is the
-        number of masked tokens.
+        """Return the sum of the masked tokens' cross-entropies in nats, and a weight.
+
+        The weight is the number of masked tokens.
         """
         from torch.nn.functional import cross_entropy
 
@@ -379,7 +381,7 @@ def describe_task(
         "counts": task.counts,
         # Throughput counts the tokens of a text, except if a whole text has one label.
         "counts_per_sample": shape[0] if len(shape) == 1 and not of_whole_text else 1,
-        # The least possible loss of generated data is known as a cross-entropy, and not for other losses.
+        # The least possible loss of generated data is known only if the loss is a cross-entropy.
         "least_loss": min_loss if isinstance(task, _CrossEntropy) else None,
         "loss_weighs": kind and kind.weighs,
         "loss_adds_up": kind and kind.adds_up,
@@ -389,8 +391,10 @@ def describe_task(
 def compute_loss_and_weight(
     task: Task, outputs: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of a batch and its weight. Without a weight, they are the mean loss and None. With a
-    weight, they are the sum of the losses and the weight in float64.
+    """Return the loss of a batch and its weight.
+
+    Without a weight, they are the mean loss and None. With a weight, they are the sum of the losses and the
+    weight in float64.
 
     Args:
         task: The task.

@@ -59,8 +59,8 @@ KEPT_BY_SELECTIVE = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
 }
-#: Method by which workers of a pipeline exchange whether they know tensor shapes: up to PyTorch 2.14, and
-#: later.
+#: Names of the method by which workers of a pipeline exchange whether they know tensor shapes. The first is
+#: that of PyTorch up to 2.14, the second that of later versions.
 PIPELINE_VOTES = ("_warmup_p2p", "_initialize_pipeline_distributed_state")
 
 

@@ -126,8 +126,9 @@ def _list_imports(path: Path) -> list[str]:
 def compute_code_fingerprint(
     call: str, code_folders: Iterable[Path], packages: Iterable[str] = ()
 ) -> dict[str, str | None]:
-    """Return the `sha256` and the `version` that identify the code of a call. `sha256` is the hash of the
-    user's files.
+    """Return the `sha256` and the `version` that identify the code of a call.
+
+    `sha256` is the hash of the user's files.
 
     The version is that of the called package, or of all packages that the files import, such as `peft 0.21.2,
     transformers 5.24.0`.
@@ -233,7 +234,7 @@ def _list_names_in_module(module_tree: ast.Module) -> set[str]:
 
 @cache
 def _find_package_version(package_name: str) -> str | None:
-    # This slow import takes as long as all other imports of this module.
+    # This import is here because it takes as long as all other imports of the module.
     from importlib import metadata
 
     try:
@@ -244,8 +245,9 @@ def _find_package_version(package_name: str) -> str | None:
 
 
 def check_user_code_unchanged(label: str, spec: Mapping[str, Any]) -> None:
-    """Raise ModelError if a user's code has changed since the run was started. This compares the hash of its
-    files.
+    """Raise ModelError if a user's code has changed since the run was started.
+
+    This compares the hash of its files.
 
     Args:
         label: Name of the model or task in messages.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 
-# The import creates a million objects, which the garbage collector would check again and again. It is
-# disabled during the import, and ignores these objects later (`freeze`).
+# Importing torch creates a million objects. The garbage collector is disabled meanwhile, and `freeze` makes
+# it ignore these objects later.
 gc.disable()
 try:
     from stratbench.workload.torch_internals import import_compiler
 
-    # Without this call, creating the first optimizer would import these modules in each process.
+    # Without this call, creating the first optimizer would import the compiler in each process.
     import_compiler()
 finally:
     gc.freeze()

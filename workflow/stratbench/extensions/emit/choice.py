@@ -22,7 +22,7 @@ MEASUREMENT_SETTINGS = {
     *("strategy", "options", "model", "dataset", "own_model", "own_task", "task", "data_spec"),
     *("warmup_steps", "profile", "more"),
 }
-#: Beginning of the record's text that lists the module classes to shard. The list of classes follows it.
+#: Prefix of the record's text on sharding. The names of the module classes to shard follow it.
 INSTANCES_OF = "instances of "
 #: Values of a setting that is switched off. No comment is written about such a setting.
 OFF = (None, False, 0, "none")

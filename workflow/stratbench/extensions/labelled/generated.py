@@ -155,7 +155,7 @@ def generate_tone_waveforms(
     """
     import numpy as np
 
-    # A tone has a whole number of cycles per waveform, so that tones of different classes are orthogonal.
+    # Each tone has a whole number of cycles per waveform. This makes tones of different classes orthogonal.
     step = (length // 2 - 1) // classes
     angle = 2 * np.pi * np.arange(length) / length
 

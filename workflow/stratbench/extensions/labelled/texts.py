@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stratbench.workload.data.kinds import SourceAndClassCount
     from stratbench.workload.data.sources import InputsAndTargets
 
-    #: Number of a row's line in the file, and the row's values by column.
+    #: Line number of a row in its file, and the row's values by column.
     NumberedRow = tuple[int, dict[str, Any]]
 
 TEXTS = SampleFileKind("text")

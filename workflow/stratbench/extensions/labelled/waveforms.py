@@ -99,8 +99,9 @@ def _open_wav_file(dataset_name: str, path: Path) -> wave.Wave_read:
 def _read_waveform_values(
     dataset_name: str, path: Path, length: int, sample_rate: int, file_with_this_rate: Path
 ) -> np.ndarray:
-    """Return the values of a WAV file as float32 [length]. They are from -1 to 1. The waveform is cut or
-    padded.
+    """Return the values of a WAV file as float32 [length].
+
+    They are from -1 to 1. The waveform is cut or padded.
 
     Args:
         dataset_name: Name of the data set.

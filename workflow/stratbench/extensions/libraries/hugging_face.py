@@ -28,8 +28,7 @@ class ScoresOnlyModel(nn.Module):
         self._no_split_modules = sorted(network._no_split_modules or ())
         heads = ("num_key_value_heads", "num_attention_heads")
         counts = (getattr(network.config, key, None) for key in heads)
-        #: Number of attention heads that workers may divide: the heads of keys and values. 0 without
-        #: attention.
+        #: Number of heads of keys and values, which workers may divide. 0 without attention.
         self.num_heads = next((n for n in counts if type(n) is int), 0)
 
         #: Whether the model takes waveforms [batch, length], without a dimension for the single channel.
@@ -148,8 +147,9 @@ def _get_number_of_labels(
 
 
 def _check_config_suits_data_kind(config_class: type[PreTrainedConfig], data_kind: str) -> None:
-    """Raise Unsuitable if the model's config lacks the key for the data. Texts need `vocab_size`, and
-    images need `image_size`.
+    """Raise Unsuitable if the model's config lacks the key for the data.
+
+    Texts need `vocab_size`, and images need `image_size`.
     """
     for key, wanted in (("vocab_size", "texts"), ("image_size", "images")):
         if data_kind == wanted and not hasattr(config_class, key):
@@ -201,7 +201,7 @@ def _load_model_with_weights(
     return model
 
 
-#: Words of stratbench's tensor plans, by the words of transformers' plans that mean the same.
+#: For each word of transformers' tensor plans: the word of stratbench's plans with the same meaning.
 _WORDS = {
     **{word: word for word in ("colwise", "rowwise")},
     "colwise_gather_output": "scores",

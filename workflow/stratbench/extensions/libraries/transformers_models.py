@@ -28,7 +28,7 @@ from stratbench.workload.network.libraries import Library
 BUILDER = "stratbench.extensions.libraries.hugging_face"
 #: Keys of a config.json that may hold the number of attention heads, in the order of precedence.
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads", "n_heads")
-#: Tasks that a model class of transformers is for, by a part of the class name.
+#: Tasks of a model class of transformers, by a part of the class name.
 HEADS = {
     "ForCausalLM": ("next-token",),
     "LMHead": ("next-token",),

@@ -91,8 +91,8 @@ class SelfAttention(nn.Module):
                 "attention divided by heads (strategy `tensor`) does not support key_padding_mask"
             )
         if attn_mask is not None and not attn_mask.is_floating_point():
-            # True forbids attention in a mask of nn.MultiheadAttention, and allows it in the mask that
-            # scaled_dot_product_attention takes.
+            # In a mask for nn.MultiheadAttention, True forbids attention. In a mask for
+            # scaled_dot_product_attention, True allows it.
             attn_mask = ~attn_mask
         q, k, v = (
             project(query).unflatten(-1, (-1, self.head_size)).transpose(1, 2)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stratbench.extensions.splitting.stages import MeasuredUnit, Stage, StageModule
     from stratbench.workload.network.models import Model
 
-    #: Pieces of one stage, and the costs of its units.
+    #: Pieces of one stage, and the measured cost of each of its units.
     PiecesAndUnits = tuple[list[Piece], list[MeasuredUnit]]
 
 #: Reason why a model with BatchNorm cannot be cut into pipeline stages.
@@ -342,7 +342,8 @@ class Pipeline(ModelSplit):
         several = {p: stages for p, stages in users.items() if len(stages) > 1}
         #: For each parameter that several workers use: the process group of these workers.
         self._tied: dict[nn.Parameter, ProcessGroup] = {}
-        #: Parameters of several workers whose gradient another worker includes in the gradient norm.
+        #: Parameters that several workers use, and whose gradient another worker includes in the gradient
+        #: norm.
         self._counted_elsewhere: set[nn.Parameter] = set()
         groups: dict[tuple[int, ...], ProcessGroup] = {}
         for p, stages in several.items():
@@ -405,7 +406,7 @@ class Pipeline(ModelSplit):
         ]
         kind = SCHEDULES[o.schedule]
         stages = self._stages if STAGES_PER_WORKER[o.schedule] > 1 else self._stages[0]
-        # The loss is already divided by the number of micro-batches, so that gradients need no scaling.
+        # Gradients need no scaling, because the loss is already divided by the number of micro-batches.
         schedule = kind(
             stages, o.microbatches, loss_fn=self._compute_microbatch_loss, scale_grads=False
         )

@@ -26,8 +26,9 @@ class ModelSplit(Counted):
     rigid = "each worker has a part of the model, which is lost with the worker"
     uses_wrap_groups = True
     divides_network = True
-    #: Noun for the model's parts in messages, and the config key by which a user declares the division.
+    #: Noun for the model's parts in messages.
     parts_name: ClassVar[str]
+    #: Config key by which a user declares the division.
     stated_by: ClassVar[str]
 
     @classmethod

@@ -150,7 +150,8 @@ def _minimize_largest_stage_cost(
         num_units: Number of units.
         num_stages: Number of stages.
     """
-    # For each number of units: how they are best divided into the stages so far, and the largest cost.
+    # For each number n: the best division of the first n units into the stages so far, as its largest stage
+    # cost and the ends of the stages.
     best: dict[int, tuple[LargestCost, StageEnds]] = {0: (0, ())}
     for stage in range(1, num_stages + 1):
         ways = {

@@ -85,7 +85,7 @@ class Dataset:
             return "float32", (self.classes or 0,)
         if not self.is_text or self.vocabulary:
             return "int64", ()
-        # The target of a token that is not masked is negative, so that unsigned bytes do not suffice.
+        # Unsigned bytes do not suffice, because the target of a token that is not masked is negative.
         if self.task == "masked-token":
             return "int32", shape
         return {1: "uint8", 4: "int32"}[self.stored_bytes], shape

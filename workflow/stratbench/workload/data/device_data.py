@@ -400,7 +400,8 @@ class Images(DeviceData):
             self.train_inputs = enlarge_images(self.train_inputs, height, width)
             self.test_inputs = enlarge_images(self.test_inputs, height, width)
         else:
-            # Batches enlarge their images themselves. This call raises DataError before the training.
+            # Each batch will enlarge its images. This call raises DataError already now if that is
+            # impossible.
             enlarge_images(self.test_inputs[:1], height, width)
         self._memory_format = memory_format
         self._padding = meta["crop_padding"]
@@ -448,7 +449,7 @@ class Images(DeviceData):
     def _normalise_images(self, images: torch.Tensor) -> torch.Tensor:
         import torch
 
-        # The output tensor already has the model's memory format, so that no further kernel converts it.
+        # The output tensor already has the model's memory format. No further kernel has to convert it.
         made = torch.empty(
             (len(images), self._scale.shape[1], *images.shape[2:]),
             dtype=self._scale.dtype,

@@ -22,7 +22,7 @@ Nats = float
 #: Number of different tokens that may follow a given token in a text of a Markov chain.
 MARKOV_SUCCESSORS = 8
 
-#: Seed by which the digits are divided into training and test set. Another seed would be another data set.
+#: Seed by which the digits are divided into training and test set. Another seed would give another data set.
 DIGITS_SPLIT_SEED = 20240
 DIGITS_TEST_SAMPLES = 360
 
@@ -86,8 +86,8 @@ def generate_synthetic_images(
     def generate_image_chunks(samples: int, random_stream: int) -> Iterator[InputsAndTargets]:
         for start in range(0, samples, CHUNK_SAMPLES):
             labels = np.arange(start, min(start + CHUNK_SAMPLES, samples)) % classes
-            # Prototypes are 64 to 191 and the noise -64 to 63 (64 is subtracted below), so that sums fit into
-            # a byte.
+            # Sums fit into a byte: prototypes are 64 to 191, and the noise is -64 to 63 (64 is subtracted
+            # below).
             noise = np.random.default_rng([seed, random_stream, start]).integers(
                 0, 128, (len(labels), channels, size, size), dtype=np.uint8
             )
@@ -141,7 +141,7 @@ class MarkovChain:
         text[:, 0] = rng.choice(len(self.share), num_texts, p=self.share)
         for i in range(length - 1):
             now = text[:, i]
-            # The last sum of probabilities is left out, since rounding may make it less than 1.
+            # The last cumulative probability is left out, because rounding may make it less than 1.
             which = (rng.random((num_texts, 1)) >= self._up_to[now][:, :-1]).sum(axis=1)
             text[:, i + 1] = self.after[now, which]
         return text

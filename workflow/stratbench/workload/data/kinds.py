@@ -42,7 +42,7 @@ class Generator:
     #: Name of the task, if the shape of a sample does not determine it.
     task: str | None = None
     has_float_samples: bool = False
-    #: Function of the config values that returns minimum values by key.
+    #: Returns the minimum values by config key, given the config values.
     list_min_values: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda values: {}
 
     def describe_data_set(self, values: Mapping[str, int]) -> Dataset:
@@ -72,8 +72,8 @@ class Generator:
 class FileKind:
     """A kind of data set that is read from a user's files. The config key of these files is its name."""
 
-    #: Function that reads the data set. Its arguments are the data set's name, its folder or list of files,
-    #: its further files, and the values of its other keys by keyword.
+    #: Reads the data set. The arguments are the data set's name, its folder or list of files, its further
+    #: files, and the values of its other keys by keyword.
     read: Callable[..., SourceAndClassCount]
     #: Config keys besides those of files, with their defaults.
     defaults: Mapping[str, Any]
@@ -81,10 +81,10 @@ class FileKind:
     further_file_keys: tuple[str, ...] = ()
     #: Kind of the sample files in its folder, or None if the data set is a list of files.
     samples: SampleFileKind | None = None
-    #: Shape of a sample. Each dimension is a number, or a config key whose value it is.
+    #: Shape of a sample. Each dimension is a number, or the config key that has the number.
     shape: tuple[str | int, ...] = ("sequence",)
     #: Name of the task, if the shape of a sample does not determine it.
     task: str | None = None
     has_float_samples: bool = False
-    #: Function of the config values that returns why they are invalid, or None if they are valid.
+    #: Returns why given config values are invalid, or None if they are valid.
     invalid_values_reason: Callable[[Mapping[str, Any]], str | None] = lambda values: None

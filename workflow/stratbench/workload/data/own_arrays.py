@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NAMES = ("train_x", "train_y", "test_x", "test_y")
 TOKEN_NAMES = ("train", "test")
-#: Largest number of channels of images. A last axis of at most this length is that of the channels.
+#: Largest number of channels of images. The last axis counts as channels if it is at most this long.
 MAX_CHANNELS = 4
 #: Bytes of a memory-mapped array that are read at a time.
 _CHUNK_BYTES = 32 << 20

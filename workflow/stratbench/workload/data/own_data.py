@@ -22,12 +22,12 @@ from stratbench.workload.data.kinds import FileKind
 from stratbench.workload.data.own_arrays import OpenedDataSet
 from stratbench.workload.data.sources import DataError
 
-#: Environment variable with the paths of data files, for jobs. Paths are no job parameters, since moving a
-#: folder must not run jobs again.
+#: Environment variable that gives jobs the paths of data files. If paths were job parameters, moving a folder
+#: would run jobs again.
 PLACES_VARIABLE = "STRATBENCH_PLACES"
 #: Config keys on how augmentation may change training images, with their defaults.
 AUGMENTATION = {"crop_padding": 0, "flip": False}
-#: Config keys of a data set with `call`, whose arrays a user's function returns, with their defaults.
+#: Config keys, with their defaults, of a data set whose arrays a user's function (`call`) returns.
 OF_CALL: Mapping[str, Any] = {"kwargs": {}, "sequence": None, **AUGMENTATION}
 #: Kinds of data sets that are read from files, by the config key of these files.
 KINDS: dict[str, FileKind] = {
@@ -90,8 +90,9 @@ class OwnData:
     def compute_data_set_identity(
         self, code_folders: Iterable[Path] = (), hash_cache: Path | None = None
     ) -> dict[str, Any]:
-        """Return the config keys and hash that determine the samples. The hash is that of the files or the
-        code.
+        """Return the config keys and hash that determine the samples.
+
+        The hash is that of the files or the code.
 
         Args:
             code_folders: Folders of the user's code.

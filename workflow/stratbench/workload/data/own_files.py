@@ -105,7 +105,7 @@ def hash_sample_files(
             digest.update(f"{name}\0".encode() + _hash_file(path))
             bar.update(1)
     if hash_cache is not None:
-        # Writing the cache may fail, since the only effect is that the files are hashed again.
+        # The cache need not be written. Without it, the files are just hashed again.
         with suppress(OSError):
             write_text_atomically(
                 hash_cache,

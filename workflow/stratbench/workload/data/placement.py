@@ -71,7 +71,7 @@ class HostRows:
         self._slots = [_BatchBuffers() for _ in range(BUFFERED_BATCHES)]
         self._turn = 0
         self._coming: _FetchedBatch | None = None
-        # Gathering uses one core only, so that it does not take cores from the training.
+        # Gathering uses one core only, to leave the other cores to the training.
         self._start_thread = ThreadPoolExecutor(
             1, "stratbench-rows", initializer=torch.set_num_threads, initargs=(1,)
         )

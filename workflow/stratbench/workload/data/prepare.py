@@ -186,6 +186,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # SIGTERM raises SystemExit, so that a cancelled job removes its temporary folder.
+    # Let SIGTERM raise SystemExit. A cancelled job then removes its temporary folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

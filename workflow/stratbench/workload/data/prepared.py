@@ -354,7 +354,7 @@ def read_data_set(folder: Path) -> tuple[Metadata, ArraysByName]:
                 raise ValueError(
                     f"the shape of {split}_targets.npy does not match {split}_inputs.npy"
                 )
-        # Another process may have replaced the folder, so that the arrays do not fit the metadata.
+        # If another process has replaced the folder meanwhile, the arrays may not fit the metadata.
         if _read_metadata_file(folder) != meta:
             raise ValueError("the folder was replaced while it was read")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -170,8 +170,8 @@ def download_and_verify_files(
         f"{name}: the data set was not found.\n"
         f"  {missing_files_text}\n"
         f"  {failure}\n"
-        f"  Remedy: in a folder ROOT of your choice, put into {folder}\n{sources}\n"
-        "  and give ROOT as data.root in config.yaml or in the environment variable "
+        f"  Remedy: choose a folder ROOT, and put these files into {folder}\n{sources}\n"
+        "  Then give ROOT as data.root in config.yaml or in the environment variable "
         f"{ROOT_VARIABLE}."
     )
 

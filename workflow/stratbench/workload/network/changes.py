@@ -239,7 +239,8 @@ class Changes(TorchDispatchMode):
                 if other_state:
                     get_buffers(module)[key] = tensor
                 if float_buffers if tensor.is_floating_point() else other_state:
-                    # BatchNorm changes buffers without counting a write, so that each buffer is restored.
+                    # Restore each buffer, even if no write was counted: BatchNorm changes buffers without
+                    # counting.
                     tensor.copy_(before)
                     self._buffers[i] = (module, key, name, tensor, before, get_write_count(tensor))
         if other_state:

@@ -87,13 +87,13 @@ def _call_forward_checkpointed(
         return forward(*args, **kwargs)
     contexts = partial(_make_checkpoint_contexts, norms, is_selective)
     if torch.compiler.is_compiling():
-        # Compiled code does not update buffers in the recomputation, and supports no contexts of our own.
+        # Compiled code does not update buffers in the recomputation, and does not support `_Recomputing`.
         if not is_selective:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = _make_selective_contexts
     elif is_selective:
-        # Autocast caches cast weights. A weight from the cache would be cast in the recomputation only, which
-        # must repeat the operators of forward.
+        # The recomputation must repeat the operators of forward, including casts of weights. Autocast's cache
+        # would save casts in forward only, so it is cleared.
         torch.clear_autocast_cache()
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 

@@ -73,7 +73,7 @@ class ChunkedLoss:
 
     def _compute_loss_sum_of_chunk(self, hidden: Tensor, targets: Tensor) -> Tensor:
         scores = self._scores(hidden)
-        # Scores with 16 bits are converted, so that the loss is computed in float32.
+        # Convert 16-bit scores, to compute the loss in float32.
         scores = scores.float() if scores.element_size() == 2 else scores
         return self._loss(scores, targets) * targets.numel()
 

@@ -16,7 +16,7 @@ from stratbench.workload.users_code import Unsuitable, get_top_level_module
 
 #: Libraries of models. An entry of `models` names a model by the key of its library.
 LIBRARIES = ("transformers", "timm")
-#: The `call` of a model of which the config has only the name, because the user's own program builds it.
+#: The `call` of a model that the user's own program builds. The config has only the model's name.
 NAME_ALONE = f"{__name__}:raise_unbuildable_model"
 #: Reason why stratbench cannot build a model of which the config has only the name.
 BUILT_BY_COMMAND = (

@@ -67,7 +67,7 @@ def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Mode
 
 #: Smallest side in pixels of the images that some of torchvision's models take. For others it is 32.
 _SMALLEST = {"alexnet": 64, "inception_v3": 96, "maxvit_t": 224}
-#: Number of pixels of which the sides of an image must be multiples, for some of torchvision's models.
+#: For some of torchvision's models: the sides of an image must be multiples of this number of pixels.
 _SIDES = {"maxvit_t": 224}
 
 
@@ -255,7 +255,7 @@ def build_model_for_training(
     return model
 
 
-#: For each model: the number formats in which its code has created its real parameters.
+#: For each built model: the dtypes in which its code created its floating-point parameters.
 _made_in: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-#: Values that follow from the data set (roles). A parameter with one of the listed names gets the value.
+#: Values that follow from the data set, by role. A model's argument with one of the listed names gets the
+#: value.
 ROLES = {
     "classes": ("num_classes", "classes", "n_classes"),
     "channels": ("in_channels", "in_chans", "channels"),
@@ -38,7 +39,7 @@ ROLES = {
     "sequence": ("sequence", "block_size", "max_length", "seq_len"),
     "length": ("length",),
 }
-#: A parameter with this name may mean something else. So it gets the value only if it has no default.
+#: An argument with this name may mean something else. So it gets the value only if it has no default.
 _DOUBTFUL = "channels"
 
 
@@ -111,8 +112,9 @@ def collect_data_values(
 
 
 def insert_data_values(argument: Any, data_values: Mapping[str, Any]) -> Any:
-    """Return an argument with values of the data set. Each text `$ROLE` is replaced by the value of this
-    role.
+    """Return an argument with values of the data set.
+
+    Each text `$ROLE` is replaced by the value of this role.
 
     Raises:
         ValueError: If the data set has no value for a role in the argument.

@@ -27,7 +27,7 @@ _CALLERS = (
 #: Pattern of code that uses the weight or bias of a submodule directly, such as `self.head.weight`.
 _READ = re.compile(r"\bself\.(\w+)\.(?:weight|bias)\b")
 
-#: Shard groups of a model: a label, and the modules whose parameters FSDP gathers together.
+#: Shard groups of a model. Each has a label, and the modules whose parameters FSDP gathers together.
 ShardGroups = list[tuple[str, list[nn.Module]]]
 
 

@@ -113,16 +113,17 @@ class Trial:
     forward_reads_values: bool = False
     #: Whether forward draws random numbers.
     forward_draws_random_numbers: bool = False
-    #: For each shard group that forward calls, in this order: whether backward reaches it, by the group's
-    #: index. Backward does not reach a group if this group and all groups before it are frozen.
+    #: Whether backward reaches each shard group that forward calls, by the group's index in the order of the
+    #: calls. Backward does not reach a group if this group and all groups before it are frozen.
     backward_reaches_group: dict[int, bool] = field(default_factory=dict)
     #: Labels of the shard groups that return a view of a tensor, which forward later changes in place.
     groups_with_written_views: tuple[str, ...] = ()
 
     @property
     def names_skipped_in_some_steps(self) -> tuple[str, ...]:
-        """Names of parameters and modules that some steps may skip. In such a step, the parameter
-        has no gradient, or forward does not call the module.
+        """Names of parameters and modules that some steps may skip.
+
+        In such a step, the parameter has no gradient, or forward does not call the module.
         """
         return (
             self.parameters_without_gradient
@@ -275,8 +276,8 @@ class _TrialRun:
         """Run backward from the scores. Return the parameters that got a gradient."""
         with _record_and_free_gradients(self.names) as reached:
             try:
-                # A built-in loss replaces the user's own task, whose errors would look like errors of the
-                # model.
+                # A built-in loss replaces that of the user's task. Errors of the task would look like errors
+                # of the model.
                 are_scores = _are_class_scores(self.outputs, self.y)
                 loss = Classification().loss(scores, self.y) if are_scores else scores.sum()
                 loss.backward()
@@ -465,8 +466,9 @@ def _find_names_not_in_all_sets(name_sets: Sequence[set[str]]) -> tuple[str, ...
 
 @contextmanager
 def _replace_parameters_by_copies(model: nn.Module) -> Iterator[None]:
-    """Replace each parameter of a model until the block ends. The replacement is another object in the same
-    memory.
+    """Replace each parameter of a model until the block ends.
+
+    The replacement is another object in the same memory.
     """
     originals = [
         (module, key, p)
@@ -612,7 +614,7 @@ class _Gathering(TorchFunctionMode):
         self._hooks = []
         for i, modules in enumerate(self._groups):
             for m in modules:
-                # FSDP gathers a group before the user's hooks, which may read a parameter. So does this hook.
+                # Like FSDP's hook, this hook runs before the user's hooks, which may read a parameter.
                 opens = m.register_forward_pre_hook(
                     partial(self._store_group_gathering, i), prepend=True
                 )

@@ -51,7 +51,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
             "deepspeed_config_file": "deepspeed.json",
             "zero3_init_flag": False,
         }
-        # This call marks the settings that deepspeed.json contains, so that no comment lists them.
+        # This call marks the settings that deepspeed.json contains. No comment then lists them.
         make_deepspeed_config(choice)
         add_checkpointing_comment(choice)
         choice.add_file_comment(

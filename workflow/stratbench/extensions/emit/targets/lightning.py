@@ -26,14 +26,14 @@ from stratbench.extensions.emit.targets.python_text import (
 from stratbench.extensions.emit.targets.sharding_lines import write_sharding_lines
 
 #: Emitted method that frees gradients after each step. Lightning itself frees them only after the next
-#: forward, so that gradients and activations would be in memory at once.
+#: forward: gradients and activations would then be in memory at once.
 FREE_GRADIENTS = (
     "def optimizer_step(self, epoch, batch, optimizer, closure):  # of your LightningModule",
     "    optimizer.step(closure)",
     "    optimizer.zero_grad()  # else gradients are in memory in the next forward, too",
 )
-#: Value of Lightning's `precision` for each `precision` of stratbench. TensorFloat-32 is not among
-#: Lightning's.
+#: Value of Lightning's `precision` for each `precision` of stratbench. Lightning has no value for
+#: TensorFloat-32.
 PRECISION = {
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
@@ -130,7 +130,7 @@ def list_trainer_arguments(choice: ChosenCell, target_strategy: str) -> dict[str
         if target_strategy != "DeepSpeedStrategy":
             choice.add_file_comment("in training_step, the loss of outputs.float()", "precision")
     elif target_strategy == "DeepSpeedStrategy" or by_itself:
-        # The strategy itself does the mixed precision, so that the Trainer must not.
+        # The Trainer must not use mixed precision, because the strategy itself does.
         arguments["precision"] = "32-true"
     elif target_strategy == "ModelParallelStrategy" and s.precision in ("fp16", "fp64"):
         arguments["precision"] = "32-true"

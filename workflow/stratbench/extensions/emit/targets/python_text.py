@@ -36,7 +36,7 @@ def split_long_call_line(line: str) -> str:
     indent, arguments, depth = " " * (len(line) - len(line.lstrip())), [""], 0
     for letter in rest[:-1]:
         depth += (letter in "([{") - (letter in ")]}")
-        if depth < 0:  # the line has more code after the call, and stays as it is
+        if depth < 0:  # code follows the call; the line stays as it is
             return line
         if letter == "," and depth == 0:
             arguments.append("")

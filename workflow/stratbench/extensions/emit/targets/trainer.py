@@ -54,7 +54,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     }
     choice.get_setting_to_write("global_batch")
     if target_strategy == "deepspeed":
-        # DeepSpeed does the mixed precision, so that no argument of the Trainer sets it.
+        # No argument of the Trainer sets mixed precision, because DeepSpeed does it.
         arguments["deepspeed"] = make_deepspeed_config(choice)
         add_missing_cpu_support_comment(choice, "the Trainer", "DeepSpeed")
         if s.max_grad_norm is not None or s.gradient_accumulation_steps > 1:
