@@ -104,7 +104,7 @@ class planned:
 
 
 def request_of(s: Settings, on_cuda: bool) -> Request:
-    return Request.from_settings(s, dataset_of(s), on_cuda, local_world=s.gpus)
+    return Request.from_settings(s, dataset_of(s), on_cuda, workers_per_node=s.gpus)
 
 
 def dataset_of(s: Settings) -> Dataset:

@@ -157,7 +157,7 @@ def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     """The case's row of the table."""
     found = measured(case, folder, timeout_s)
     s, data = settings_of(case), describe_data_set("data", case.spec)
-    request = Request.from_settings(s, data, on_cuda=True, local_world=case.gpus)
+    request = Request.from_settings(s, data, on_cuda=True, workers_per_node=case.gpus)
     _, made = rehearse_requests([request], folder / "plan-cache")
     if (footprint := made[request].footprint) is None:
         raise RuntimeError(f"{case.name}: {made[request].fault}")

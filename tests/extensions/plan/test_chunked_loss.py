@@ -151,7 +151,7 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     made = launched.read_record()
     assert made["status"] == "ok", made["reason"]
     request = Request.from_settings(
-        s, describe_data_set("text", spec), on_cuda=False, local_world=2
+        s, describe_data_set("text", spec), on_cuda=False, workers_per_node=2
     )
     assert made["memory"]["model_states"] == planned(request).model_states_bytes
     sent_bytes = made["communication"]["sent_bytes_per_step"]

@@ -101,7 +101,7 @@ def request_of(**changes) -> Request:
     s = request_for("fsdp", workers=4, max_grad_norm=2.0, weight_decay=0.01, lr=0.3).settings
     data = describe_data_set("digits")
     return Request.from_settings(
-        replace(s, dataset="digits", **changes), data, on_cuda=True, local_world=4
+        replace(s, dataset="digits", **changes), data, on_cuda=True, workers_per_node=4
     )
 
 
@@ -138,7 +138,7 @@ def test_what_is_alike_on_any_count_is_followed_once_for_all_counts_and_nodes():
     s, data = request_for("ddp").settings, describe_data_set("digits")
     counts = [
         Request.from_settings(
-            replace(s, dataset="digits", gpus=gpus), data, on_cuda=True, local_world=node
+            replace(s, dataset="digits", gpus=gpus), data, on_cuda=True, workers_per_node=node
         )
         for gpus, node in ((1, 1), (2, 2), (2, 1), (8, 4))
     ]

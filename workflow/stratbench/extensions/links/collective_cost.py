@@ -97,8 +97,8 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     volume = rounds * (n - 1) / n * n_bytes
     if nodes == 1:
         return CollectiveCost({"within": rounds * (n - 1)}, {"within": volume})
-    # Bytes pass within and between nodes at the same time. The links between nodes are slower, so that only
-    # their bytes count.
+    # Bytes pass within and between nodes at the same time. Only those between nodes count, since these links
+    # are slower.
     return CollectiveCost(
         {"within": rounds * (n - 1) - between, "between": between},
         {

@@ -24,13 +24,10 @@ import torch.distributed as dist
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.links.collective_cost import CollectiveTime
 from stratbench.extensions.links.processes import TIMEOUT_S, run_calls_in_processes
-from stratbench.extensions.links.timing import Sweep, measure_collectives
+from stratbench.extensions.links.timing import MeasuredLinks, Sweep, measure_collectives
 from stratbench.train.nodes.interface import set_gloo_interface
 from stratbench.train.nodes.rendezvous import connect_tcp_store
 from stratbench.train.nodes.srun import run_module_on_nodes
-
-#: Times of all collectives, and the factor by which a collective slows computation.
-MeasuredLinks = tuple[list[CollectiveTime], float]
 
 
 @dataclass(frozen=True)

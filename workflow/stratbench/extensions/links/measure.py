@@ -34,7 +34,7 @@ from stratbench.extensions.links.group import (
     measure_links_on_nodes,
 )
 from stratbench.extensions.links.servers import measure_server_exchanges
-from stratbench.extensions.links.timing import KINDS, Sweep
+from stratbench.extensions.links.timing import KINDS, MeasuredLinks, Sweep
 from stratbench.train.nodes.srun import read_slurm_job_size
 
 TRANSPORTS = ("shm", "tcp")
@@ -56,9 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def measure_all_collectives(
-    args: argparse.Namespace, sweep: Sweep
-) -> tuple[list[CollectiveTime], float] | None:
+def measure_all_collectives(args: argparse.Namespace, sweep: Sweep) -> MeasuredLinks | None:
     """Measure all collectives and servers. Return the times and the slowdown of computation.
 
     Return None in a process that another launcher started, unless it is rank 0.

@@ -26,6 +26,8 @@ MAX_CALLS = 20
 CALLS_BYTES = 8 << 20
 #: Number of rows and of columns of the matrices whose products run during a collective.
 MATRIX = 256
+#: Times of all collectives, and the factor by which a collective slows computation.
+MeasuredLinks = tuple[list[CollectiveTime], float]
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Sweep:
         return [*(SMALLEST_BYTES << 2 * i for i in steps), self.largest_bytes]
 
 
-def measure_collectives(sweep: Sweep, device: torch.device) -> tuple[list[CollectiveTime], float]:
+def measure_collectives(sweep: Sweep, device: torch.device) -> MeasuredLinks:
     """Return the times of all collectives on the slowest rank, and computation's slowdown.
 
     Every rank of the process group calls this function.

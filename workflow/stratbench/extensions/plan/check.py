@@ -33,6 +33,8 @@ from stratbench.workload.users_code import ModelError, format_user_error
 if TYPE_CHECKING:
     from stratbench.workload.network.trial import Trial
 
+#: Path of the container of equal blocks, and their number, as in `Blocks`.
+PathAndCount = tuple[str, int]
 #: Maximum number of parameters of a user's model that the check runs with real tensors, as jobs do.
 MAX_REAL_PARAMETERS = 50_000_000
 #: Reason why the plan does not predict the memory of a user's command.
@@ -95,7 +97,7 @@ class CheckResult:
     parameters_without_gradient: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     trial_values: dict[str, Any] = field(default_factory=dict)
-    equal_blocks: tuple[str, int] | None = None
+    equal_blocks: PathAndCount | None = None
     seconds: float = 0.0
 
     @classmethod
@@ -278,8 +280,8 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
     sharing: dict[Network, list[Request]] = {}
     for request in dict.fromkeys(requests):
         sharing.setdefault(Network.from_request(request), []).append(request)
-    # Each network is checked with one of its requests. Requests with a command or with activation
-    # checkpointing come last, since their dry runs check these requirements again.
+    # Each network is checked with one of its requests, if possible one with neither a command nor activation
+    # checkpointing. Dry runs of other requests check their additional requirements.
     firsts = {
         n: min(
             each, key=lambda r: (r.is_trained_by_command, bool(r.settings.activation_checkpointing))
@@ -347,7 +349,8 @@ def _check_model(request: Request) -> CheckResult:
         and parameters <= MAX_REAL_PARAMETERS
     ):
         result = _run_model_trial(request, on_fake_tensors=False)
-        # If forward reads values of tensors, a trial on fake tensors decides once for all kinds of cells.
+        # If forward reads values of tensors, a trial on fake tensors shows whether any cell of the model can
+        # be predicted.
         if result.trial_values["forward_reads_values"]:
             try:
                 _run_model_trial(request, on_fake_tensors=True)
@@ -403,7 +406,7 @@ def _run_model_trial(request: Request, on_fake_tensors: bool) -> CheckResult:
         )
 
 
-def find_equal_blocks(request: Request, model: Any) -> tuple[str, int] | None:
+def find_equal_blocks(request: Request, model: Any) -> PathAndCount | None:
     """Return the path and number of a model's equal blocks, or None.
 
     Forward must call each block once, in order, with equal operations.
@@ -459,7 +462,8 @@ def rehearse_strategy(request: Request, network_check: CheckResult) -> Rehearsal
         )
         if isinstance(made, Footprint):
             return Rehearsal(made)
-        # Fake tensors may have caused the error. If the model is small, a step with real numbers decides.
+        # Fake tensors may have caused the error. If the model is small, a step with real numbers shows
+        # whether they did.
         if network_check.num_parameters <= MAX_REAL_PARAMETERS:
             return Rehearsal(
                 refusal_reason=_find_strategy_refusal_reason(request, trial),
@@ -471,7 +475,7 @@ def rehearse_strategy(request: Request, network_check: CheckResult) -> Rehearsal
 
 
 def make_footprint_or_error(
-    request: Request, trial: Trial | None = None, blocks: tuple[str, int] | None = None
+    request: Request, trial: Trial | None = None, blocks: PathAndCount | None = None
 ) -> Footprint | str:
     """Return a request's footprint, or a one-line error if the trace fails.
 

@@ -12,6 +12,8 @@ from stratbench.extensions.plan.device_rates import Device
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.needs import CellToPlan, Needs
 
+#: Low and high end of a range.
+LowHigh = tuple[float, float]
 # Indices into the tuples below. Each tuple has a value for the best case, one for the worst case, and a usual
 # one, by which cells are compared. They were chosen from published trainings, which reach up to 74 % of a
 # GPU's peak rate.

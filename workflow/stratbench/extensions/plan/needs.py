@@ -90,7 +90,7 @@ def make_cell_to_plan(config: Mapping[str, Any], study: Study, cell: Cell) -> Ce
     data = study.get_dataset(cell.dataset)
     if not data.has_known_metadata:
         raise ConfigError(
-            f"config: datasets.{cell.dataset}: is not yet prepared, so that its size is unknown; run "
+            f"config: datasets.{cell.dataset}: is not yet prepared, so its size is unknown; run "
             "`stratbench plan` first, which prepares it"
         )
     return CellToPlan(
@@ -103,7 +103,7 @@ def make_cell_to_plan(config: Mapping[str, Any], study: Study, cell: Cell) -> Ce
             settings,
             data,
             on_cuda=settings.device != "cpu",
-            local_world=resources.count_workers_per_node(cell, config["cluster"]),
+            workers_per_node=resources.count_workers_per_node(cell, config["cluster"]),
         ),
     )
 
@@ -222,7 +222,7 @@ class Needs:
     nodes: int
     data_bytes: int  # bytes of data on a worker's device
     wire_bytes: float  # bytes that a rank sends per step; it receives as many
-    #: Part of `wire_bytes` that the next layer waits for, so that no computation hides it.
+    #: Part of `wire_bytes` that the next layer waits for. No computation hides it.
     awaited_bytes: float
     sent_bytes_within_node: float  # part of `wire_bytes` that stays within a node
     awaited_bytes_within_node: float  # part of `awaited_bytes` that stays within a node
@@ -288,8 +288,8 @@ def derive_needs(s: CellToPlan, footprint: Footprint, n_nodes: int) -> Needs:
 
 def _compute_worker_host_bytes(s: CellToPlan, footprint: Footprint, data_bytes: int) -> int:
     """Return the bytes of host memory that one worker's process needs."""
-    # The warm-up copies the states that it changes to host memory: here the optimizer's states. On a CPU the
-    # needed memory below includes the copy of the weights.
+    # The warm-up copies states to host memory before it changes them. This line counts those of the
+    # optimizer. On a CPU `needed_bytes` below includes the copy of the weights.
     n_bytes = footprint.between_steps_bytes.get("optimizer", 0)
     # From the first checkpoint on, a copy of the saved states exists.
     if "checkpoints" in s.settings.more:

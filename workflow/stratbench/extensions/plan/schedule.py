@@ -23,6 +23,7 @@ from stratbench.extensions.plan.duration import (
     BEST,
     USUAL,
     WORST,
+    LowHigh,
     ProjectedDuration,
     Span,
     estimate_time_from_records,
@@ -68,14 +69,14 @@ class DeviceFit:
     room_bytes: float  # maximum predicted bytes that fit, after reserve and margin
     #: Number of threads that the GPU holds at once, on which buffers of reductions depend; 0 on CPUs.
     resident_threads: int
-    sending_s: tuple[float, float]  # seconds of communication per step, at best and at worst
+    sending_s: LowHigh  # seconds of communication per step, at best and at worst
     device_rate_span: Span | None  # time of training, from the device's rates
     usual_s: float | None  # one time of training in seconds, to compare cells by
     train_span: Span | None  # time of training, from records or else from the device's rates
     total_span: Span | None  # time of the whole cell, with start-up and evaluations
     time_limit_verdict: str  # whether the time limit ends the cell: no, possible or certain
-    gpu_hours: tuple[float, float] | None
-    cost: tuple[float, float] | None
+    gpu_hours: LowHigh | None
+    cost: LowHigh | None
 
     @property
     def may_run(self) -> bool:
@@ -132,9 +133,10 @@ class Plan:
     texts_on_too_large_cells: list[str]
     #: Warning that the nodes have different types of GPUs; None if all are alike, or if one type is chosen.
     text_on_mixed_gpu_types: str | None
-    #: Durations that are projected from records, for cells of the study (first repeats) and for others.
+    #: Durations that are projected from records: of the first repeats of the study's cells, and of other
+    #: cells.
     projected_durations: Mapping[Cell, ProjectedDuration]
-    #: Footprints by value of `reshard_after_forward`, for each kind of cell that has this option.
+    #: Footprints by request, then by value of `reshard_after_forward`, for requests with this option.
     footprints_by_resharding: dict[Request, dict[str, Footprint]]
 
     @property
@@ -394,7 +396,7 @@ def _classify_time_limit(total_time: Span | None, limit_s: float | None) -> str:
 
 def compute_cost_range(
     min_gpu_hours: float, max_gpu_hours: float, cluster: Mapping[str, Any], on_gpu: bool
-) -> tuple[float, float] | None:
+) -> LowHigh | None:
     """Return the cost of GPU-hours at best and at worst, or None without a price.
 
     Args:

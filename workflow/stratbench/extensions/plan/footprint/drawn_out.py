@@ -45,6 +45,8 @@ FEW, MORE = 5, 6
 #: Number of first blocks, which are matched by their number from the start. All other blocks are matched by
 #: their number from the end.
 FROM_START = 2
+#: Numbers of events of the shorter and of the longer trace up to a possible peak, and its reduction, if any.
+PossiblePeak = tuple[int, int, ReductionSize | None]
 
 
 def make_footprint_from_few_blocks(
@@ -163,7 +165,7 @@ def _list_reductions_by_position(
 def _extrapolate_peak_moments(
     both_traces: tuple[TracedSteps, TracedSteps],
     live_bytes: Sequence[Sequence[Sequence[int]]],
-    possible_peaks: Sequence[tuple[int, int, ReductionSize | None]],
+    possible_peaks: Sequence[PossiblePeak],
     num_further_blocks: int,
 ) -> list[Moment]:
     """Return the moments of a step at which memory may peak for some batch size."""
@@ -431,7 +433,7 @@ def _extrapolate_segment_collectives(
     yield from more_calls[same + added :]
 
 
-def extrapolate_numbers(few_values: Any, more_values: Any, num_further: int) -> Any:
+def extrapolate_numbers(few_values: Any, more_values: Any, num_further_blocks: int) -> Any:
     """Extrapolate numbers of two traces to a model with more blocks.
 
     Numbers may be in dicts, tuples and dataclasses; all other values must be equal.
@@ -439,9 +441,11 @@ def extrapolate_numbers(few_values: Any, more_values: Any, num_further: int) -> 
     Args:
         few_values: Values of the shorter trace.
         more_values: Values of the longer trace.
-        num_further: Number of blocks that the longer trace lacks.
+        num_further_blocks: Number of blocks that the longer trace lacks.
     """
-    return sum_weighted_numbers((few_values, more_values), (-num_further, 1 + num_further))
+    return sum_weighted_numbers(
+        (few_values, more_values), (-num_further_blocks, 1 + num_further_blocks)
+    )
 
 
 def sum_weighted_numbers(values: Sequence[Any], weights: Sequence[int]) -> Any:

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Numbers of accumulated parts of the two traced steps. They replace a step with more parts than both
+#: Numbers of accumulated parts of the two steps that are traced in place of a step with more parts than both
 #: together.
 FEW, MORE = 3, 4
 #: Pipeline schedules with one stage per worker. Their memory is linear in the number of micro-batches.
 PLAIN_SCHEDULES = ("gpipe", "1f1b")
 #: Type of a function that returns a stage's footprint for two numbers: micro-batches per step, and how many
 #: of them wait for backward at once.
-ByMicrobatches = Callable[[int, int], Footprint]
+MakeStageFootprint = Callable[[int, int], Footprint]
 
 
 def make_footprint_from_few_parts(
@@ -124,8 +124,10 @@ def extrapolate_pipeline_microbatches(
     kinds = [(tuple(each), i == 0, i == num_stages - 1) for i, each in enumerate(units)]
 
     @cache
-    def trace_stage_footprint(stage_kind: Any, microbatches: int, num_waiting: int) -> Footprint:
-        turns = MicrobatchCounts(microbatches, num_waiting)
+    def trace_stage_footprint(
+        stage_kind: Any, microbatches: int, num_waiting_for_backward: int
+    ) -> Footprint:
+        turns = MicrobatchCounts(microbatches, num_waiting_for_backward)
         return trace_two_steps(
             request, kinds.index(stage_kind), trial, microbatch_counts=turns
         ).make_footprint()
@@ -141,9 +143,9 @@ def extrapolate_pipeline_microbatches(
 
 
 def extrapolate_stage_microbatches(
-    make_stage_footprint: ByMicrobatches,
+    make_stage_footprint: MakeStageFootprint,
     microbatches: int,
-    num_waiting: int,
+    num_waiting_for_backward: int,
     num_accumulated_parts: int = 1,
 ) -> Footprint:
     """Extrapolate the footprint of one pipeline stage to many micro-batches.
@@ -151,16 +153,20 @@ def extrapolate_stage_microbatches(
     Args:
         make_stage_footprint: Traces the stage with few micro-batches, some of which wait.
         microbatches: Number of micro-batches of a step.
-        num_waiting: Number of micro-batches that wait for their backward at once.
+        num_waiting_for_backward: Number of micro-batches that wait for their backward at once.
         num_accumulated_parts: Number of accumulated parts of a batch, each of `microbatches` micro-batches.
     """
     if microbatches <= FEW + 1:
-        return make_stage_footprint(microbatches, num_waiting)
-    if 1 < num_waiting < microbatches:
+        return make_stage_footprint(microbatches, num_waiting_for_backward)
+    if 1 < num_waiting_for_backward < microbatches:
         few = [(4, 3), (3, 2), (4, 2)]
-        weights = [num_waiting - 2, 4 - microbatches, microbatches - num_waiting - 1]
+        weights = [
+            num_waiting_for_backward - 2,
+            4 - microbatches,
+            microbatches - num_waiting_for_backward - 1,
+        ]
     else:  # either one micro-batch waits at a time, or all of them do
-        few = [(2, 1), (3, 1)] if num_waiting == 1 else [(2, 2), (3, 3)]
+        few = [(2, 1), (3, 1)] if num_waiting_for_backward == 1 else [(2, 2), (3, 3)]
         weights = [3 - microbatches, microbatches - 2]
     parts = [num_accumulated_parts * n for n in (*(n for n, _ in few), microbatches)]
     return sum_weighted_footprints([make_stage_footprint(*each) for each in few], parts, weights)

@@ -16,6 +16,8 @@ BLOCK_THREADS, WARP = 512, 32
 MIN_NUMBERS, MAX_NUMBERS = 16, 256
 #: Bytes of each counter of finished thread blocks, which follow the partial sums in the buffer.
 COUNTER_BYTES = 4
+#: Stride and size of a dimension of a tensor.
+StrideAndSize = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -102,9 +104,9 @@ class Reduction:
         return buffer_bytes + COUNTER_BYTES * blocks
 
 
-def _merge_contiguous_dimensions(dims: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_contiguous_dimensions(dims: Iterable[StrideAndSize]) -> list[StrideAndSize]:
     """Merge neighbouring dimensions that are contiguous, given as (stride, size) pairs."""
-    merged: list[tuple[int, int]] = []
+    merged: list[StrideAndSize] = []
     for stride, size in dims:
         if merged and merged[-1][0] * merged[-1][1] == stride:
             merged[-1] = (merged[-1][0], merged[-1][1] * size)
@@ -113,7 +115,7 @@ def _merge_contiguous_dimensions(dims: Iterable[tuple[int, int]]) -> list[tuple[
     return merged
 
 
-def _multiply_sizes(dims: list[tuple[int, int]]) -> int:
+def _multiply_sizes(dims: list[StrideAndSize]) -> int:
     return math.prod(size for _, size in dims)
 
 

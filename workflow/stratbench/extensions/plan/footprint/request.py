@@ -50,7 +50,9 @@ class Request:
     values: bool = False
 
     @classmethod
-    def from_settings(cls, s: Settings, data: Dataset, on_cuda: bool, local_world: int) -> Request:
+    def from_settings(
+        cls, s: Settings, data: Dataset, on_cuda: bool, workers_per_node: int
+    ) -> Request:
         """Return the request of a cell with these settings and data.
 
         A worker of a parameter server does the same under every policy. A rank's memory depends on the
@@ -60,11 +62,11 @@ class Request:
             s: Settings of the cell.
             data: Data set of the cell.
             on_cuda: Whether the cell trains on GPUs.
-            local_world: Number of workers on a node.
+            workers_per_node: Number of workers on a node.
         """
         strategy, options = s.strategy, s.options
         planned = get_strategy_class(strategy)
-        most, of_node = s.gpus, local_world
+        most, of_node = s.gpus, workers_per_node
         if planned.kind == "server":
             strategy, most = get_server_strategy_stand_in(), 1
             options = get_option_defaults(strategy)

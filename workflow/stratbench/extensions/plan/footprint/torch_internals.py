@@ -171,8 +171,8 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def compute_shapes_untraced(*args: Any) -> Any:
-            # DTensor computes the shapes of whole tensors here. No worker allocates them, so that they are
-            # not traced.
+            # DTensor computes the shapes of whole tensors here. They are not traced, since no worker
+            # allocates them.
             with _disable_current_modes():
                 return rules(*args)
 
@@ -292,7 +292,7 @@ def _check_fused_operands(options: dict[str, Any], params: Any, grads: Any, *mom
             )
 
 
-def shorten_schedule(schedule: Any, microbatches: int, num_waiting: int) -> None:
-    """Limit one stage's schedule to few micro-batches, of which `num_waiting` wait for backward."""
+def shorten_schedule(schedule: Any, microbatches: int, num_waiting_for_backward: int) -> None:
+    """Limit one stage's schedule to few micro-batches, some of which wait for backward."""
     schedule._n_microbatches = microbatches
-    schedule._num_stages = schedule._stage.stage_index + num_waiting
+    schedule._num_stages = schedule._stage.stage_index + num_waiting_for_backward

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from stratbench.cell.coordinates import Cell
 from stratbench.cell.settings import Settings, build_experiment_schema
 from stratbench.cell.text.words import format_bytes
-from stratbench.extensions.plan.check import BY_COMMAND, find_equal_blocks, make_footprint_or_error
+from stratbench.extensions.plan.check import (
+    BY_COMMAND,
+    PathAndCount,
+    find_equal_blocks,
+    make_footprint_or_error,
+)
 from stratbench.extensions.plan.device_rates import find_gpu_datasheet, make_gpu_device
 from stratbench.extensions.plan.footprint import fake
 from stratbench.extensions.plan.footprint.request import Request
@@ -41,7 +46,7 @@ from stratbench.workload.tasks import LossKind, Task
 
 #: Default options of `estimate` by strategy, where they differ from those in config.yaml.
 USUAL_OPTIONS: dict[str, dict[str, Any]] = {"fsdp": {"mixed_precision": "policy"}}
-#: Number of steps of the assumed training, so that its first steps count little.
+#: Number of steps of the assumed training. It is large, since the first steps must count little.
 MANY_STEPS = 1000
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -201,7 +206,7 @@ def estimate(
     )
 
 
-def _trace_equal_blocks(request: Request) -> tuple[str, int] | None:
+def _trace_equal_blocks(request: Request) -> PathAndCount | None:
     """Return the path and number of the model's equal blocks, or None."""
     # Errors are dropped here, since the trace of the whole model reports them.
     with suppress(Exception), fake.open_fake_worker_environment(request):

@@ -67,8 +67,8 @@ def find_group_size_option(strategy: str, gpus_per_node: int) -> str | None:
         return None
     defaults = get_option_defaults(strategy)
     for key in defaults:
-        # Sizes of other groups do not count, such as of those that shard states: each GPU then computes the
-        # whole model.
+        # Sizes of groups that only shard states do not count, since each of their GPUs computes the whole
+        # model.
         if key.endswith("_size"):
             one, all_ = (
                 get_mesh(strategy, defaults | {key: n}, gpus_per_node).workers_per_replica

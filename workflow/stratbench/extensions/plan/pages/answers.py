@@ -7,6 +7,7 @@ from functools import partial
 
 from stratbench.cell.extensions import iter_imported_additions
 from stratbench.cell.text.words import format_bytes, format_count, format_names
+from stratbench.extensions.plan.duration import LowHigh
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.request import RESHARDING
 from stratbench.extensions.plan.needs import compute_data_bytes_on_device
@@ -116,7 +117,7 @@ def _iter_batch_size_sentences(plan: Plan) -> Iterator[str]:
 
 def compute_parameter_growth(
     footprint: Footprint, batch: int, available_bytes: float, resident_threads: int = 0
-) -> tuple[float, float]:
+) -> LowHigh:
     """Return the factors by which the number of parameters can grow within a memory.
 
     Args:
@@ -170,7 +171,7 @@ def _iter_model_growth_sentences(plan: Plan) -> Iterator[str]:
             )
 
 
-def _format_parameter_growth(growth_factors: tuple[float, float]) -> str:
+def _format_parameter_growth(growth_factors: LowHigh) -> str:
     low, high = (f"{n:,.0f}" if n >= 10 else f"{n:.1f}" for n in growth_factors)
     return f"{low} times" if low == high else f"{low} to {high} times"
 

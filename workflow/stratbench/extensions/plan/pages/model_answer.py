@@ -15,7 +15,7 @@ NOTES = (
     "micro: largest number of samples that fit at once on a GPU, or on the GPUs that share one copy of the "
     "model.",
     "fits: needs at most 81 % of the GPU's memory.",
-    "tight: needs at most 103 % of the GPU's memory, so that only a short run shows whether it fits.",
+    "tight: needs at most 103 % of the GPU's memory; only a short run shows whether it fits.",
     "alloc.: value of torch.cuda.max_memory_allocated.",
     "reserv.: memory of PyTorch's allocator with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without "
     "this setting up to a third more.",

@@ -28,6 +28,8 @@ from stratbench.extensions.plan.schedule import Plan, PlannedCell
 from stratbench.strategies.base import Strategy
 from stratbench.telemetry.machine.hardware import Datasheet, list_datasheets
 
+#: Both values of an `Affine`: for no sample, and per sample.
+FixedAndPerSample = tuple[float, float]
 #: Segments of the page's memory bar, each with the purposes of memory (PARTS) that it sums up. A further
 #: segment, `copy`, is the warm-up's copy of the states.
 GROUPS = {
@@ -315,7 +317,7 @@ def _find_slowest_stage_index(footprint: Footprint) -> int:
     )
 
 
-def _compute_data_bytes_line(s: CellToPlan) -> tuple[float, float]:
+def _compute_data_bytes_line(s: CellToPlan) -> FixedAndPerSample:
     """Return bytes of data on the device: a fixed part, and bytes per sample."""
     fixed = compute_data_bytes_on_device(s, 0)
     return fixed, compute_data_bytes_on_device(s, 1) - fixed
@@ -330,7 +332,7 @@ def _describe_sent_bytes(s: CellToPlan, footprint: Footprint, nodes: int) -> dic
     on_gloo, gpus = not s.request.is_on_cuda, s.cell.gpus
     node_ranks = -(-gpus // nodes)
 
-    def compute_sent_bytes_line(ranks_per_node: int | None = None) -> tuple[float, float]:
+    def compute_sent_bytes_line(ranks_per_node: int | None = None) -> FixedAndPerSample:
         at = [
             fmean(
                 compute_wire_bytes(f.collectives, gpus, on_gloo, n, ranks_per_node)
@@ -391,7 +393,7 @@ def _select_footprint_values(footprint: Footprint) -> dict[str, Any]:
     }
 
 
-def _make_line_pair(line: Affine) -> tuple[float, float]:
+def _make_line_pair(line: Affine) -> FixedAndPerSample:
     return line.fixed, line.per_sample
 
 
