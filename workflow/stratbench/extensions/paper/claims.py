@@ -42,7 +42,7 @@ def add_intervals_to_ratios(values: Sequence[ClaimValue]) -> list[ClaimValue]:
     ]
 
 
-def judge_claim_values(values: Sequence[ClaimValue], lowest: float, highest: float) -> str:
+def judge_claim_values(values: Sequence[ClaimValue], claimed_min: float, claimed_max: float) -> str:
     """Return whether a claim holds: HOLDS, FAILS or UNKNOWN.
 
     A claim holds if the intervals of all its values are within its limits. It fails if an interval is
@@ -50,21 +50,23 @@ def judge_claim_values(values: Sequence[ClaimValue], lowest: float, highest: flo
 
     Args:
         values: Values of the claim's metric, with their intervals.
-        lowest: Lowest value that the claim allows; NaN without a limit.
-        highest: Highest value that the claim allows; NaN without a limit.
+        claimed_min: Lowest value that the claim allows; NaN without a limit.
+        claimed_max: Highest value that the claim allows; NaN without a limit.
     """
-    lowest = -np.inf if pd.isna(lowest) else lowest
-    highest = np.inf if pd.isna(highest) else highest
+    claimed_min = -np.inf if pd.isna(claimed_min) else claimed_min
+    claimed_max = np.inf if pd.isna(claimed_max) else claimed_max
     if not values:
         return UNKNOWN
     # The claims in the text are rounded: 1.999 does not contradict "at least 2", nor 30.4 "30".
-    rounding = 0.5 if lowest == highest else 0.005
+    rounding = 0.5 if claimed_min == claimed_max else 0.005
     ends = [
         (v.value, v.value) if v.range_low is None else (v.range_low, v.range_high) for v in values
     ]
-    if any(end < lowest - rounding or start > highest + rounding for start, end in ends):
+    if any(end < claimed_min - rounding or start > claimed_max + rounding for start, end in ends):
         return FAILS
-    is_inside = all(start >= lowest - rounding and end <= highest + rounding for start, end in ends)
+    is_inside = all(
+        start >= claimed_min - rounding and end <= claimed_max + rounding for start, end in ends
+    )
     return HOLDS if is_inside else UNKNOWN
 
 
