@@ -163,7 +163,7 @@ def make_order_and_augmentation_copier(
         for epoch in range(epochs)
     ]
 
-    @lru_cache(maxsize=2)  # two epochs, because a lost worker's ticket may be of the previous epoch
+    @lru_cache(maxsize=2)  # tickets of lost workers may be of the previous epoch
     def copy_order_and_augmentation(epoch: int) -> EpochTables:
         return drawn[epoch].to_device(data.index_device)
 

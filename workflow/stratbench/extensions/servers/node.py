@@ -52,7 +52,7 @@ class ServedProcesses(NodeProcesses):
 
         The cell fails in both cases.
         """
-        # On several nodes, workers of other nodes may still run. So this is checked on a single node only.
+        # On several nodes, workers of other nodes may still run when all workers of this node have ended.
         return super().is_success_impossible(ended) or (
             self.job.n_nodes == 1 and all(p.name in ended for p in self.workers)
         )

@@ -279,7 +279,8 @@ class ParameterServer(base.Strategy):
         self.scale = LossScale() if worker.settings.precision == "fp16" else None
         self.channel = self.connect_to_servers()
         self.ticket: Ticket | Evaluation | None = None
-        # Exchanges gradients and weights with the servers after backward. None once the run is over.
+        # Function that exchanges gradients and weights with the servers after backward, at first in the
+        # warm-up. None once the run is over.
         self._exchange: Callable[[], None] | None = self.channel.rehearse_exchange
         self._before: tuple[float, ...] = (0.0,)
         self.reset()

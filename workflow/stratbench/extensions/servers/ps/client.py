@@ -228,7 +228,7 @@ class Channel:
             self._staging = Staging(
                 self.flat, self._bounds, *pushes, self.scale, self._store_push_weight
             )
-            # The warm-up copies the host's weights to the device.
+            # The warm-up copies the host's weights back to the device. So the host needs the initial weights.
             self._staging.copy_initial_tensors_to_host()
         self._unscaler = None if self.scale is None else Unscaler(self.flat.device)
         self._weight_bytes = get_tensor_bytes(self.flat.host.weights)

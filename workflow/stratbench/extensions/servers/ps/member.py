@@ -265,7 +265,7 @@ class Member:
         self.reserved_ticket: Ticket | None = None
         self.last_ticket = 0
         self.missing_shards: set[int] = set()  # shards of the current ticket that have not arrived
-        #: With a loss scale, the pushed shards (and `BUFFERS`) until the worker sends APPLY or SKIP.
+        #: With a loss scale: pushed shards (and `BUFFERS`) for which the worker has not sent APPLY or SKIP.
         self.held_shards: list[int] = []
         self.weight = 1.0  # weight of the arriving push in an average of pushes
         #: Queued replies: a shard's number for its weights, a pair of frame and payload, or None as the end.

@@ -229,7 +229,7 @@ class Shard:
                     self._left.add(worker)
                     self.policy.on_leave(worker)
             self.policy.finish()
-            # A worker may still wait, because its ticket was applied before. It needs the final weights.
+            # A worker that still waits needs the final weights. Its push was applied before the end.
             for worker in self._waiting:
                 self._release(worker, self.index)
             self._waiting.clear()

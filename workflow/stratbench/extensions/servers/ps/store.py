@@ -62,7 +62,8 @@ class Store:
         if 2 * layout.weight_bytes + layout.buffer_bytes > max_model_bytes:
             raise ProtocolError(f"the model needs more than max_model_bytes = {max_model_bytes}")
         itemsize = DTYPES[layout.dtype].itemsize
-        # All shards but the last are equally large, so that every server has about the same number of shards.
+        # Elements per server, and from it the elements per shard. All shards but the last are equally large.
+        # So every server has about the same number of shards.
         part = -(-layout.numel // n_servers)
         numel = max(1, -(-part // -(-part // max(1, shard_bytes // itemsize))))
         self.layout = layout
