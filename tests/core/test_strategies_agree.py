@@ -84,8 +84,10 @@ class OwnNorm(FSDP):
 class Added(DDP):
     """Mutant: the gradients of a batch's parts are added, not averaged."""
 
-    def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
-        return super().add_gradients(x, y, 1, last) / parts
+    def add_gradients(
+        self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
+    ) -> Tensor:
+        return super().add_gradients(x, y, 1, is_last_part) / parts
 
 
 class Ungathered(ZeRO1):

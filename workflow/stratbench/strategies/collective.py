@@ -321,25 +321,27 @@ class Collective(Strategy):
                 loss += self.add_gradients(own_x, own_y, parts, part == parts)
         return loss
 
-    def create_sync_context(self, last: bool) -> AbstractContextManager:
-        """Return a context for backward of one batch part, which exchanges gradients only if `last`."""
+    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
+        """Return a context for backward of one batch part. Gradients are exchanged if `is_last_part`."""
         return nullcontext()
 
-    def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
+    def add_gradients(
+        self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
+    ) -> Tensor:
         """Run forward and backward of one batch part; return its share of the mean loss.
 
         Args:
             x: Inputs.
             y: Targets.
             parts: Number of parts.
-            last: Whether this is the last part.
+            is_last_part: Whether this is the last part.
         """
         mark = self.worker.mark_phase_end
         loss = self.forward(x, y)
         if parts > 1:
             loss = loss / parts
         mark("forward")
-        if self.worker.settings.slowdown and last:
+        if self.worker.settings.slowdown and is_last_part:
             self.worker.delay_step()
             mark("slowdown")
         self.backward(loss if self.scaler is None else self.scaler.scale(loss))

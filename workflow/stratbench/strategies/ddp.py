@@ -249,8 +249,8 @@ class DDP(collective.Collective):
                 return PowerSGD(self.options.powersgd_rank, self.options.powersgd_start_step)
         return None
 
-    def create_sync_context(self, last: bool) -> AbstractContextManager:
-        return nullcontext() if last else self.module.no_sync()
+    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
+        return nullcontext() if is_last_part else self.module.no_sync()
 
     def list_persistent_tensors(self) -> dict[str, list[Tensor]]:
         return super().list_persistent_tensors() | {"communication": self.list_late_tensors()}

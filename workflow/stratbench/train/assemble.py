@@ -86,7 +86,7 @@ def make_record(job: Job, ending: CellEnding) -> Record:
 
 
 def build_strategy_entry(
-    s: Settings, strategy: type[Strategy], worker: dict[str, Any], is_gang: bool
+    s: Settings, strategy: type[Strategy], worker: dict[str, Any], has_constant_workers: bool
 ) -> dict[str, Any]:
     """Return the entry `strategy` of the record.
 
@@ -94,12 +94,12 @@ def build_strategy_entry(
         s: Settings of the cell.
         strategy: Class of the cell's strategy.
         worker: Results of a worker.
-        is_gang: Whether all workers are present from beginning to end.
+        has_constant_workers: Whether all workers are present from beginning to end.
     """
     details = worker.get("strategy", {}).get("details", {})
     by_zeros = bool(details.get("moved_by_zeros"))
     adds_up = worker.get("task", {}).get("loss_adds_up") is not False
-    traits = get_traits(s.strategy, s.options, s.gpus, by_zeros, not is_gang, adds_up)
+    traits = get_traits(s.strategy, s.options, s.gpus, by_zeros, not has_constant_workers, adds_up)
     return {
         "name": s.strategy,
         "kind": strategy.kind,
@@ -139,7 +139,7 @@ def build_time_entry(
     workers: list[dict[str, Any]],
     reporting_worker: dict[str, Any],
     totals: dict[str, Any],
-    is_gang: bool,
+    has_constant_workers: bool,
 ) -> dict[str, Any]:
     """Return the record's entry `time`, except for the step's breakdown and the total.
 
@@ -149,7 +149,7 @@ def build_time_entry(
         workers: Results of the workers.
         reporting_worker: Results of the worker whose set-up time counts.
         totals: Totals over all workers, or an empty dict if the cell has not finished.
-        is_gang: Whether all workers are present from beginning to end.
+        has_constant_workers: Whether all workers are present from beginning to end.
     """
     s = job.settings
     train_time_s, applied = totals.get("train_time_s"), totals.get("samples_applied")
@@ -158,12 +158,12 @@ def build_time_entry(
         "epoch_times_s": totals.get("epoch_times_s", []),
         # Attempts may have run on different nodes, whose clocks cannot be compared.
         "start_skew_ms": compute_start_skew_ms(workers)
-        if is_gang and not job.earlier_attempts
+        if has_constant_workers and not job.earlier_attempts
         else None,
         "step_ms": summarize_step_times([t for w in workers for t in w["step_ms"]]),
         "breakdown_note": strategy.breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
-        "setup_s": compute_setup_s(reporting_worker, is_gang, job.earlier_attempts_s),
+        "setup_s": compute_setup_s(reporting_worker, has_constant_workers, job.earlier_attempts_s),
         "data_s": find_longest_phase_s(workers, "data_s"),
         "warmup_s": find_longest_phase_s(workers, "warmup_s"),
         **get_largest_compile_counts(workers),
@@ -249,7 +249,7 @@ def summarize_step_times(step_ms: list[float]) -> dict[str, float] | None:
 
 
 def compute_setup_s(
-    worker: dict[str, Any], is_gang: bool, earlier_attempts_s: float
+    worker: dict[str, Any], has_constant_workers: bool, earlier_attempts_s: float
 ) -> float | None:
     """Return the seconds of a worker's set-up, from its process's start to the wrapped model.
 
@@ -258,13 +258,13 @@ def compute_setup_s(
 
     Args:
         worker: Results of the worker.
-        is_gang: Whether all workers are present from beginning to end.
+        has_constant_workers: Whether all workers are present from beginning to end.
         earlier_attempts_s: Seconds of earlier attempts of the cell.
     """
     if not worker:
         return None
     phases = worker["phases_s"]
-    started_s = worker["started_s"] - earlier_attempts_s if is_gang else 0.0
+    started_s = worker["started_s"] - earlier_attempts_s if has_constant_workers else 0.0
     return started_s + phases.get("rendezvous_s", 0) + phases["build_s"]
 
 

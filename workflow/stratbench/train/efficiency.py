@@ -20,7 +20,10 @@ _TIMES = ("total_ms", "overlapped_ms", "exposed_ms", "server_wait_ms", "timed_st
 
 
 def compute_flops_and_mfu(
-    job: Job, workers: list[dict[str, Any]], totals: dict[str, Any], is_gang: bool = True
+    job: Job,
+    workers: list[dict[str, Any]],
+    totals: dict[str, Any],
+    has_constant_workers: bool = True,
 ) -> dict[str, Any] | None:
     """Return the floating-point operations per second, and their share of the GPUs' peak (MFU).
 
@@ -31,7 +34,8 @@ def compute_flops_and_mfu(
         job: Job of the cell.
         workers: Results of the workers.
         totals: Totals over all workers.
-        is_gang: Whether all workers are present from beginning to end. If not, no peak is returned.
+        has_constant_workers: Whether all workers are present from beginning to end. If not, no peak is
+            returned.
     """
     counted = next((w for w in workers if w.get("forward_flops_per_sample")), None)
     if counted is None:
@@ -43,7 +47,7 @@ def compute_flops_and_mfu(
         return figures
     done = figures["training_flops_per_sample"] * samples
     figures["achieved_flops_per_s"] = done / train_time_s
-    peak = sum_peak_flops_per_s(job, workers) if is_gang else None
+    peak = sum_peak_flops_per_s(job, workers) if has_constant_workers else None
     if peak is not None:
         figures["peak_flops_per_s"] = peak
         figures["mfu"] = figures["achieved_flops_per_s"] / peak
@@ -63,7 +67,7 @@ def sum_peak_flops_per_s(job: Job, workers: list[dict[str, Any]]) -> float | Non
 
 
 def build_communication_entry(
-    workers: list[dict[str, Any]], totals: dict[str, Any], is_gang: bool = True
+    workers: list[dict[str, Any]], totals: dict[str, Any], has_constant_workers: bool = True
 ) -> dict[str, Any] | None:
     """Return a worker's mean communication per step: bytes sent, bytes received, and times in ms.
 
@@ -72,7 +76,7 @@ def build_communication_entry(
     Args:
         workers: Results of the workers.
         totals: Totals over all workers.
-        is_gang: Whether all workers are present from beginning to end.
+        has_constant_workers: Whether all workers are present from beginning to end.
     """
     reported = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
     steps = sum(n for _, n in reported)
@@ -84,7 +88,7 @@ def build_communication_entry(
     for key in _TIMES:
         if all(key in c for c, _ in reported):
             figures[key] = sum(c[key] * n for c, n in reported) / steps
-    if not is_gang:
+    if not has_constant_workers:
         # No rate in bytes per second is given, because the number of workers changes.
         return figures
     if train_time_s := totals.get("train_time_s"):

@@ -43,7 +43,7 @@ class CommandRunner(Runner):
             for n in range(job.n_nodes)
         ]
 
-    def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> CellEnding:
+    def classify(self, job: Job, exits: agent.Exits, oom_kills_before: int | None) -> CellEnding:
         """Store the command's report, and return how the cell ended.
 
         The cell ended out of memory if the command's log says so, or if the kernel killed one of its
@@ -52,7 +52,7 @@ class CommandRunner(Runner):
         Args:
             job: Job of the cell.
             exits: Exits of the cell's processes, with reasons.
-            kills_before: Number of the kernel's kills for memory before the cell, or None if unknown.
+            oom_kills_before: Number of the kernel's kills for memory before the cell, or None if unknown.
         """
         results.store_results(job)
         worker = job.folder.read_worker_result(0) or {}
@@ -60,7 +60,7 @@ class CommandRunner(Runner):
             return CellEnding("diverged", worker["reason"])
         failed = [p for p in exits.processes if p.exit_code not in (0, None)]
         if failed:
-            if has_oom_kill_since(kills_before):
+            if has_oom_kill_since(oom_kills_before):
                 return KILLED_FOR_MEMORY
             line = find_out_of_memory_line(results.read_last_log_lines(job))
             if line is None:

@@ -232,8 +232,8 @@ class DeepSpeed(Counted):
             tensors["buckets"] = [bucket.buffer for bucket in self.zero.ipg_buckets.values()]
         return tensors
 
-    def create_sync_context(self, last: bool) -> AbstractContextManager:
-        self.engine.set_gradient_accumulation_boundary(last)
+    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
+        self.engine.set_gradient_accumulation_boundary(is_last_part)
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:

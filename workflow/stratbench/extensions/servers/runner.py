@@ -43,15 +43,15 @@ class ServedRunner(Runner):
             # The workers delete evaluated snapshots. Snapshots that were not evaluated are deleted here.
             shutil.rmtree(job.folder.get_snapshot_dir(job.n_nodes > 1), ignore_errors=True)
 
-    def classify(self, job: Job, exits: Exits, kills_before: int | None) -> CellEnding:
+    def classify(self, job: Job, exits: Exits, oom_kills_before: int | None) -> CellEnding:
         """Return how the cell ended. If a worker was lost, the servers have decided whether the cell fails.
 
         Args:
             job: Job of the cell.
             exits: Exits of the cell's processes, with reasons.
-            kills_before: The kernel's count of memory kills before the cell, or None if unknown.
+            oom_kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
-        return classify_ending(job, exits, kills_before, classify_served_ending)
+        return classify_ending(job, exits, oom_kills_before, classify_served_ending)
 
     def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the training time, samples and epochs of the run, as the servers counted them."""

@@ -460,11 +460,13 @@ class Pipeline(ModelSplit):
         self._mark_phase_end("forward")
         return loss
 
-    def create_sync_context(self, last: bool) -> AbstractContextManager:
-        self._is_last = last
+    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
+        self._is_last = is_last_part
         return nullcontext()
 
-    def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
+    def add_gradients(
+        self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
+    ) -> Tensor:
         import torch
 
         if parts == 1:

@@ -225,17 +225,19 @@ class TensorParallel(ModelSplit, Sharded):
                 (own, dist.all_reduce(own, group=replica_group, async_op=True))
             )
 
-    def create_sync_context(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
         # Hooks average gradients in the last part of a batch only. FSDP2 reduces them in every part by
         # itself.
-        self._is_last = last
+        self._is_last = is_last_part
         return nullcontext()
 
-    def add_gradients(self, x: Tensor, y: Tensor, parts: int = 1, last: bool = True) -> Tensor:
+    def add_gradients(
+        self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
+    ) -> Tensor:
         from torch.distributed.tensor.parallel import loss_parallel
 
         with loss_parallel() if self.worker.mesh.tensor > 1 else nullcontext():
-            return super().add_gradients(x, y, parts, last)
+            return super().add_gradients(x, y, parts, is_last_part)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         from stratbench.telemetry.shards import get_local_shard

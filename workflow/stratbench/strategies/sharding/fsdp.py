@@ -281,12 +281,12 @@ class FSDP(Sharded):
         groups = [ms for i, (_, ms) in enumerate(self.worker.wrap_groups) if i not in skipped]
         return {id(p) for ms in groups for m in ms for p in m.parameters()}
 
-    def create_sync_context(self, last: bool) -> AbstractContextManager:
+    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
         if self.options.gradient_sync == "last-part":
-            self.module.set_requires_gradient_sync(last)
+            self.module.set_requires_gradient_sync(is_last_part)
         else:
             # With HSDP, groups average their gradient shards only in the last part of a batch.
-            self.module.set_requires_all_reduce(last)
+            self.module.set_requires_all_reduce(is_last_part)
         return nullcontext()
 
     def _make_mixed_precision_policy(self, precision: str) -> MixedPrecisionPolicy | None:

@@ -144,8 +144,8 @@ class ZeRO1(collective.Collective):
         for bucket in self.buckets:
             bucket.missing, bucket.sent = set(bucket.views), False
 
-    def create_sync_context(self, last: bool) -> AbstractContextManager:
-        self._is_last = last and not self.accumulates_repeatedly
+    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
+        self._is_last = is_last_part and not self.accumulates_repeatedly
         return nullcontext()
 
     def _move_gradient_to_bucket(self, bucket: Bucket, parameter: nn.Parameter) -> None:

@@ -100,13 +100,13 @@ class Runner:
 
     def launch_processes(self, job: Job, cpus_per_node: int) -> tuple[agent.Exits, CellEnding]:
         """Run the job's processes on all nodes. Return how the processes and how the cell ended."""
-        kills_before = count_oom_kills()
+        oom_kills_before = count_oom_kills()
         exits = (
             agent.run_node_processes(job, 0, self.processes)
             if job.n_nodes == 1
             else self.launch_with_srun(job, cpus_per_node)
         )
-        ending = self.classify(job, exits, kills_before)
+        ending = self.classify(job, exits, oom_kills_before)
         if ending.status == "error" and (
             paused := invalidating_pauses_reason(job, ending.status, self.read_training_phases)
         ):
@@ -158,16 +158,16 @@ class Runner:
             for r in range(job.world_size)
         ]
 
-    def classify(self, job: Job, exits: agent.Exits, kills_before: int | None) -> CellEnding:
+    def classify(self, job: Job, exits: agent.Exits, oom_kills_before: int | None) -> CellEnding:
         """Return how the cell ended. Subclasses may also store results of the processes.
 
         Args:
             job: Job of the cell.
             exits: How the cell's processes exited.
-            kills_before: Number of processes that the kernel had killed for lack of memory before the cell.
-                None if unknown.
+            oom_kills_before: Number of processes that the kernel had killed for lack of memory before the
+                cell. None if unknown.
         """
-        return classify_ending(job, exits, kills_before)
+        return classify_ending(job, exits, oom_kills_before)
 
     def workers(self, job: Job) -> list[dict[str, Any]]:
         """Return the results that workers have written at their end."""
