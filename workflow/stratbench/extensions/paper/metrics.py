@@ -60,7 +60,7 @@ def compute_ratio_of_groups(
     numerator: Group,
     denominator: Group,
     column: str,
-    concerns: str,
+    audited_kind: str,
     cells_label: str,
     convert_ratio: Callable[[float], float] = float,
 ) -> ClaimValue | None:
@@ -74,11 +74,11 @@ def compute_ratio_of_groups(
         numerator: Group of the numerator.
         denominator: Group of the denominator.
         column: Column of cells.csv with the values.
-        concerns: Kind of values. A repeat does not count if the audit rejects its values of this kind.
+        audited_kind: Kind of values. A repeat does not count if the audit rejects its values of this kind.
         cells_label: Name of the cells.
         convert_ratio: Converts the ratio to the claim's unit.
     """
-    pair = groups.read_values_of_common_repeats((numerator, denominator), column, concerns)
+    pair = groups.read_values_of_common_repeats((numerator, denominator), column, audited_kind)
     if pair.size:
         served = groups.has_parameter_servers((numerator, denominator))
         return ClaimValue(
@@ -92,7 +92,7 @@ def compute_ratio_of_groups(
         return None
     for stopped, ended, upward in ((numerator, denominator, True), (denominator, numerator, False)):
         least_s = estimate_min_train_time_s(groups, stopped, ended)
-        ended_s = groups.compute_median_of_repeats(ended, column, concerns)
+        ended_s = groups.compute_median_of_repeats(ended, column, audited_kind)
         if least_s is None or least_s <= 0 or ended_s is None:
             continue
         ratio = least_s / ended_s
@@ -135,7 +135,7 @@ def make_ratio_metric(
     select_pair: PairSelector,
     label: str = "{model} on {gpus}",
     column: str = "train_time_s",
-    concerns: str = "time",
+    audited_kind: str = "time",
     scale: Callable[[float, int], float] = lambda ratio, gpus: ratio,
 ) -> ClaimMetric:
     """Return a metric that yields the ratios of pairs of groups.
@@ -144,7 +144,7 @@ def make_ratio_metric(
         select_pair: Returns the numerator and the denominator for a group, or None.
         label: Name of the cells, as a format string with the fields of a group.
         column: Column of cells.csv with the values.
-        concerns: Kind of values. A repeat does not count if the audit rejects its values of this kind.
+        audited_kind: Kind of values. A repeat does not count if the audit rejects its values of this kind.
         scale: Converts a ratio to the claim's unit, given the group's number of GPUs.
     """
 
@@ -156,7 +156,7 @@ def make_ratio_metric(
             if (pair := select_pair(group)) is None:
                 continue
             value = compute_ratio_of_groups(
-                groups, *pair, column, concerns, label.format(**group._asdict()),
+                groups, *pair, column, audited_kind, label.format(**group._asdict()),
                 lambda ratio, gpus=group.gpus: scale(ratio, gpus),
             )  # fmt: skip
             if value is not None:
@@ -282,7 +282,7 @@ METRICS: dict[str, ClaimMetric] = {
         # On one GPU, FSDP shards nothing, so it needs as much memory as DDP.
         lambda group: make_strategy_pair_selector("ddp", "fsdp")(group) if group.gpus > 1 else None,
         column="peak_memory_bytes",
-        concerns="memory",
+        audited_kind="memory",
     ),
     "training time of fsdp / of ddp": make_ratio_metric(make_strategy_pair_selector("fsdp", "ddp")),
     "time saved by ps-async against ps-sync (%)": make_ratio_metric(

@@ -87,7 +87,7 @@ def write_bundle_archive(
         zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
     ):
         for name, content in packed.items():
-            # The date of each member is 1980, the default, so that equal files give equal bytes.
+            # Each member has the default date (1980). Otherwise, bundles of equal files would have other bytes.
             member = zipfile.ZipInfo(name)
             member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = 3

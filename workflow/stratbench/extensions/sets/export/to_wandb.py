@@ -43,7 +43,7 @@ def write_export(result_set: ResultSet, folder: Path) -> None:
 
 def write_wandb_run(run: ExportedRun, folder: Path) -> None:
     """Write one offline run, with its epochs as history and the cell's metrics as summary."""
-    # The id depends on the record alone, so that a second upload of a record replaces the first.
+    # The id depends on the record alone, so a second upload of a record replaces the first.
     identity = hashlib.sha256(f"{run.cell.study}/{run.cell.path}/{run.started_unix_s}".encode())
     offline = wandb.init(
         project=run.cell.study,
