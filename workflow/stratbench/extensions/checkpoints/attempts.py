@@ -126,7 +126,7 @@ def _record_attempt_end(
         now_unix_s: Present time in seconds since 1970.
     """
     step = find_common_step(job.folder, job.world_size)
-    # Without this, workers might resume from checkpoints of different attempts.
+    # With later checkpoints, workers might resume from checkpoints of different attempts.
     for rank in range(job.world_size):
         delete_later_checkpoints(get_checkpoint_folder(job.folder, rank), step or 0)
     begun = attempt["started_unix_s"]

@@ -87,7 +87,7 @@ def write_bundle_archive(
         zipfile.ZipFile(unfinished, "x", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
     ):
         for name, content in packed.items():
-            # Each member has the default date (1980). Otherwise, bundles of equal files would have other bytes.
+            # Each member has the default date (1980), so bundles of equal files have equal bytes.
             member = zipfile.ZipInfo(name)
             member.compress_type = zipfile.ZIP_DEFLATED
             member.create_system = 3
