@@ -33,8 +33,10 @@ SCHEDULES = {
 #: Bytes of a parameter's training states per byte of the parameter: itself, its gradient and AdamW's two
 #: moments.
 STATES = 4
-#: Largest cost of a stage, and the index after the last unit of each stage.
-LargestCost, StageEnds = float, tuple[int, ...]
+#: Largest cost of a stage.
+LargestCost = float
+#: Index after the last unit of each stage.
+StageEnds = tuple[int, ...]
 
 
 class MeasuredUnit(NamedTuple):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    Inputs = Targets = torch.Tensor
+    Inputs = torch.Tensor
+    Targets = torch.Tensor
     AugmentationRows = list[torch.Tensor]
 
 #: Number of batches on the device at a time: the current one and the next one.

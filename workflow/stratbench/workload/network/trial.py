@@ -57,11 +57,14 @@ NO_VALUES = (
 #: Names of parameters, buffers, attributes or modules of a model.
 Names = tuple[str, ...]
 #: Names of state on which evaluation depends, and of state on which training depends.
-EvaluationStateNames = TrainingStateNames = Names
+EvaluationStateNames = Names
+TrainingStateNames = Names
 #: Names of modules, and of parameters.
-ModuleNames = ParameterNames = Names
+ModuleNames = Names
+ParameterNames = Names
 #: Names of parameters that are read outside of their module, and of those whose class matters.
-ElsewhereReadNames = ClassDependentNames = Names
+ElsewhereReadNames = Names
+ClassDependentNames = Names
 
 
 class PassFailed(ModelError):
