@@ -7,7 +7,7 @@ const D = JSON.parse($("data").textContent);
 const cut = (n, size) => Math.ceil(n / size);
 const powerOfTwo = (n, most) => (n >= most ? most : 1 << (31 - Math.clz32(Math.max(n, 1))));
 
-/** Bytes of a sum's buffer on a GPU that holds so many threads at once: `Reduction.compute_buffer_bytes`. */
+/** Bytes of a sum's buffer on a GPU that holds so many threads at once, computed as in reductions.py. */
 function sumBytes([outFixed, outEach, inFixed, inEach, together, size], samples, threads) {
   const outputs = Math.round(outFixed + outEach * samples), inputs = Math.round(inFixed + inEach * samples);
   const { block, warp, least, most: most_numbers, counter } = D.sums;
