@@ -1000,7 +1000,7 @@ def test_without_a_limit_a_cell_ends_when_no_worker_gets_on(
     for rank in alive:
         heartbeats[rank].record_step()
     monkeypatch.setattr(standing, "time", SimpleNamespace(monotonic=lambda: later_s))
-    monkeypatch.setattr(agent, "LOOK_S", 0.01)
+    monkeypatch.setattr(agent, "CHECK_INTERVAL_S", 0.01)
     workers = [FakeProcess("rank0"), FakeProcess("rank1")]
     assert standing.are_all_workers_hung(job, workers, 0.0) is hung
     if hung:

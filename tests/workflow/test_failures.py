@@ -164,7 +164,9 @@ def test_outcomes_are_results_and_are_printed_as_such(workflow):
         "self.origin_s + self.time_limit_s\n",
         f"self.origin_s + (self.time_limit_s if Path({str(reached)!r}).exists() else 1e6)\n",
     )
-    workflow.change_code("workflow/stratbench/train/agent.py", "LOOK_S = 60.0", "LOOK_S = 1.0")
+    workflow.change_code(
+        "workflow/stratbench/train/agent.py", "CHECK_INTERVAL_S = 60.0", "CHECK_INTERVAL_S = 1.0"
+    )
     tables = "results/tiny/tables"
     run = workflow.start(tables)
     logs = workflow.folder / "results/tiny/logs/second/single/vgg-compact/1gpu/rep0"

@@ -25,7 +25,7 @@ BOUND, ROUNDED_BOUND = 1e-2, 0.2
 RANDOM_FACTOR = 10.0
 #: Share of the device's memory that a compiled step may use for the check to take place. The check takes an
 #: eager step, which needs more memory.
-MAX_MEMORY = 0.5
+MAX_COMPILED_MEMORY_SHARE = 0.5
 
 
 def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: Tensor) -> None:
@@ -115,7 +115,7 @@ def _has_memory_for_eager_step(worker: Worker) -> bool:
     if worker.device.type == "cuda":
         most = torch.cuda.max_memory_allocated(worker.device)
         share += most / torch.cuda.get_device_properties(worker.device).total_memory
-    return _reduce_to_largest(share, worker) <= MAX_MEMORY
+    return _reduce_to_largest(share, worker) <= MAX_COMPILED_MEMORY_SHARE
 
 
 def _reduce_to_largest(value: Tensor, worker: Worker) -> float:

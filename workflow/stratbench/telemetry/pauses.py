@@ -25,11 +25,11 @@ SHORTEST_S = 2.0
 #: machines threads wait up to 4 s.
 SHORTEST_UNCOUNTED_S = 15.0
 #: CPU time in seconds above which a process counts as running, not stopped, during a pause.
-WORK_S = 0.1
+MIN_RUNNING_CPU_S = 0.1
 #: Share of a cell's training time that pauses may take without invalidating its measurements.
-NEGLIGIBLE = 0.01
+NEGLIGIBLE_PAUSE_SHARE = 0.01
 #: Possible causes of a pause, as the end of a sentence.
-CAUSES = "its job was suspended, its processes were stopped, or the machine slept"
+PAUSE_CAUSES = "its job was suspended, its processes were stopped, or the machine slept"
 #: Clock that also counts while the machine sleeps. `time.monotonic` does not.
 _WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -171,5 +171,5 @@ def iter_worker_pauses(pauses: Sequence[Pause], samples: Path, origin_s: float) 
     for pause in pauses:
         first_s, last_s = (pause.begin_s + PERIOD_S - origin_s, pause.end_s - PERIOD_S - origin_s)
         within = [[cpu_s for t_s, cpu_s in its if first_s < t_s < last_s] for its in each.values()]
-        if not any(cpu_s and cpu_s[-1] - cpu_s[0] > WORK_S for cpu_s in within):
+        if not any(cpu_s and cpu_s[-1] - cpu_s[0] > MIN_RUNNING_CPU_S for cpu_s in within):
             yield pause

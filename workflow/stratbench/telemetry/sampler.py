@@ -35,7 +35,7 @@ MAX_STOP_S = 5.0
 # Number of samples per measurement of PCIe rates, which blocks the sampler for 20 ms.
 _SAMPLES_PER_PCIE_SNAPSHOT = 10
 # Number of samples per check for foreign processes on the cell's GPUs.
-_SAMPLES_PER_LOOK = 2
+_SAMPLES_PER_PROCESS_CHECK = 2
 # Longest time in seconds between two checks that the sampler's parent process still exists.
 _MAX_WAIT_S = 1.0
 # Signal on which the sampler takes a sample at once. SIGCONT does not harm a sampler that is still starting.
@@ -366,7 +366,7 @@ def write_samples_until_stop(
         rows += sample_gpus(gpus, origin_s, pcie_snapshots)
         file.write(_format_samples_as_csv({"node": node} | row for row in rows))
         file.flush()
-        if foreign_processes is not None and in_time and count % _SAMPLES_PER_LOOK == 0:
+        if foreign_processes is not None and in_time and count % _SAMPLES_PER_PROCESS_CHECK == 0:
             foreign_processes.poll_gpus(t_s)
         if ending:
             if foreign_processes is not None:

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from stratbench.cell.files import replace_file_atomically
 from stratbench.cell.run_folder import parse_rank
@@ -86,7 +86,9 @@ class PhaseLog:
         self._origin_s = origin_s
         self._alive = alive
 
-    def write_phase_event(self, phase: str, event: str, at_s: float | None = None) -> None:
+    def write_phase_event(
+        self, phase: str, event: Literal["start", "end"], at_s: float | None = None
+    ) -> None:
         """Write to the log that a phase starts or ends.
 
         Args:

@@ -35,8 +35,8 @@ from stratbench.train.nodes.paused import write_worker_pauses
 
 #: Seconds after a worker's failure until the other workers are killed. They can report errors meanwhile.
 GRACE_S = 3.0
-#: Seconds between two checks whether the workers make progress.
-LOOK_S = 60.0
+#: Seconds between two checks of whether the workers make progress.
+CHECK_INTERVAL_S = 60.0
 
 
 class Stopped(BaseException):
@@ -81,7 +81,7 @@ class NodeProcesses:
     Workers are `Process` objects, or objects with the same attributes.
     """
 
-    #: Seconds between two calls of `list_lost_processes`. None: LOOK_S.
+    #: Seconds between two calls of `list_lost_processes`. None: CHECK_INTERVAL_S.
     poll_s: ClassVar[float | None] = None
 
     def __init__(self, job: Job, workers: Sequence[Any], others: Sequence[Process] = ()) -> None:
@@ -250,7 +250,7 @@ def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
     job, processes = group.job, group.processes
     ended: dict[str, int] = {}
     grace_ends: float | None = None
-    next_look = time.monotonic() + LOOK_S
+    next_check_s = time.monotonic() + CHECK_INTERVAL_S
     while len(ended) < len(processes):
         now = time.monotonic()
         if (
@@ -259,15 +259,17 @@ def wait_for_exits(group: NodeProcesses, watch: PauseWatch) -> Exits:
             return Exits(_list_process_exits(processes, ended), reached_time_limit=True)
         if grace_ends is not None and now >= grace_ends:
             break
-        if now >= next_look:
+        if now >= next_check_s:
             watch.wait_for_latest_reading()
             if group.are_workers_hung(watch.awake_since_s):
                 return Exits(
                     _list_process_exits(processes, ended), reached_time_limit=False, has_hung=True
                 )
-            next_look = now + LOOK_S
+            next_check_s = now + CHECK_INTERVAL_S
         until = min(
-            t for t in (deadline_s, grace_ends, now + (group.poll_s or LOOK_S)) if t is not None
+            t
+            for t in (deadline_s, grace_ends, now + (group.poll_s or CHECK_INTERVAL_S))
+            if t is not None
         )
         running = {p.sentinel: p for p in processes if p.name not in ended}
         for sentinel in wait(list(running), timeout=max(until - now, 0)):

@@ -273,7 +273,7 @@ class _Server:
         path = Path(self._listener.getsockname())
         self._listener.close()
         self._has_owner = False
-        # A killed owner has not removed the folder of the socket.
+        # The process that started this server removes the socket's folder, unless it was killed.
         with contextlib.suppress(OSError):
             path.unlink()
             path.parent.rmdir()

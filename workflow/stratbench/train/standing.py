@@ -31,7 +31,7 @@ HUNG_S = 900.0
 STACKS_S = 2.0
 STACK_POLL_S = 0.05
 #: Largest number of different worker states that a message lists.
-MAX_TOLD = 4
+MAX_LISTED_STATES = 4
 _CALL = re.compile(r'^  File "(?P<path>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 
 
@@ -78,7 +78,7 @@ def are_all_workers_hung(job: Job, workers: Sequence[Process], awake_since_s: fl
     readings = [
         read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         for rank in ranks
-        # Processes of a command have no rank, and send no heartbeat.
+        # Processes of a user's command have no rank, and send no heartbeat.
         if rank is not None
     ]
     return bool(readings) and all(
@@ -111,7 +111,7 @@ def write_worker_states(
     standings = {}
     for rank in job.list_ranks_on_node(node):
         if (name := format_worker_name(rank)) not in by_name:
-            # If a command trains, there are no worker processes whose state is known.
+            # If a user's command trains, there are no worker processes whose state is known.
             return
         reading = read_heartbeat(job.folder.get_heartbeat_path(rank), now_s, awake_since_s)
         standings[name] = {
@@ -280,5 +280,7 @@ def _format_worker_states(worker_states: Mapping[int, WorkerState]) -> str:
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in by_state.items()
     ]
-    more = [f"and {len(groups) - MAX_TOLD} more"] if len(groups) > MAX_TOLD else []
-    return "; ".join([*groups[:MAX_TOLD], *more])
+    more = (
+        [f"and {len(groups) - MAX_LISTED_STATES} more"] if len(groups) > MAX_LISTED_STATES else []
+    )
+    return "; ".join([*groups[:MAX_LISTED_STATES], *more])

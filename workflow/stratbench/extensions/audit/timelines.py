@@ -20,7 +20,7 @@ from stratbench.extensions.audit.rule import (
     record_rule,
     rule,
 )
-from stratbench.telemetry.pauses import NEGLIGIBLE
+from stratbench.telemetry.pauses import NEGLIGIBLE_PAUSE_SHARE
 
 #: Fewest samples during training that a rule needs: 5 s at the sampler's period of 0.5 s.
 MIN_SAMPLES = 10
@@ -76,7 +76,7 @@ def find_pauses_in_training(facts: Facts) -> Iterator[str]:
         facts, lambda p: p["length_s"] if p["in_training"] else 0.0
     )
     trained_s = facts("time.train_time_s") or facts("time.total_s")
-    if paused_s > NEGLIGIBLE * trained_s:
+    if paused_s > NEGLIGIBLE_PAUSE_SHARE * trained_s:
         yield f"paused for {paused_s:.3g} s in {trained_s:.4g} s of training"
 
 

@@ -7,16 +7,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from stratbench.telemetry.pauses import CAUSES, NEGLIGIBLE, PERIOD_S, PauseWatch, iter_worker_pauses
+from stratbench.telemetry.pauses import (
+    NEGLIGIBLE_PAUSE_SHARE,
+    PAUSE_CAUSES,
+    PERIOD_S,
+    PauseWatch,
+    iter_worker_pauses,
+)
 from stratbench.telemetry.timeline import PhaseInterval, read_phase_intervals
 from stratbench.train.job import Job
 
 #: Statuses of a cell that pauses do not invalidate: no pause can cause such an ending.
-_UNTOUCHED = ("oom", "unsupported")
+_STATUSES_WITHOUT_PAUSE_EFFECT = ("oom", "unsupported")
 
 
-#: Function (job, node) that returns when the node's workers trained, as `Runner.read_training_phases` does.
-Trained = Callable[[Job, int], Iterable[PhaseInterval]]
+#: Function of a job and a node. It returns the time intervals in which the node's workers trained, as
+#: `Runner.read_training_phases` does.
+PhaseReader = Callable[[Job, int], Iterable[PhaseInterval]]
 
 
 def read_training_phases(job: Job, ranks: Iterable[int]) -> list[PhaseInterval]:
@@ -67,12 +74,12 @@ def write_worker_pauses(
         job.folder.write_pauses_of_workers(node, pauses)
 
 
-def build_pauses_entry(job: Job, read_trained: Trained) -> list[dict[str, Any]]:
+def build_pauses_entry(job: Job, read_node_phases: PhaseReader) -> list[dict[str, Any]]:
     """Return the entry `pauses` of the record: the pauses on all nodes, sorted by begin."""
     entries = [
         {"node": int(node)}
         | pause
-        | {"in_training": _overlaps_training(pause, read_trained(job, int(node)))}
+        | {"in_training": _overlaps_training(pause, read_node_phases(job, int(node)))}
         for node, its in job.folder.read_pauses_of_workers().items()
         for pause in its
     ]
@@ -86,21 +93,21 @@ def _overlaps_training(pause: dict[str, float], trained: Iterable[PhaseInterval]
     return any(p.start_s < until_s and p.end_s > begin_s for p in trained)
 
 
-def invalidating_pauses_reason(job: Job, status: str, read_trained: Trained) -> str | None:
+def invalidating_pauses_reason(job: Job, status: str, read_node_phases: PhaseReader) -> str | None:
     """Return text on the pauses that invalidate a cell's measurements, or None if none do.
 
     Args:
         job: Job of the cell.
         status: Status of the cell, such as `ok`.
-        read_trained: Function that returns the training intervals of a node's workers.
+        read_node_phases: Function that returns the training intervals of a node's workers.
     """
     by_node: dict[int, float] = defaultdict(float)
-    for entry in build_pauses_entry(job, read_trained):
+    for entry in build_pauses_entry(job, read_node_phases):
         if entry["in_training"] or status == "error":
             by_node[entry["node"]] += entry["length_s"]
     paused_s = max(by_node.values(), default=0.0)
     spans = (min(p.end_s, job.elapsed_s) - p.start_s for p in read_training_phases(job, range(1)))
-    enough_s = 0.0 if status == "error" else NEGLIGIBLE * sum(spans)
-    if status in _UNTOUCHED or paused_s <= enough_s:
+    enough_s = 0.0 if status == "error" else NEGLIGIBLE_PAUSE_SHARE * sum(spans)
+    if status in _STATUSES_WITHOUT_PAUSE_EFFECT or paused_s <= enough_s:
         return None
-    return f"paused for {paused_s:.1f} s ({CAUSES})"
+    return f"paused for {paused_s:.1f} s ({PAUSE_CAUSES})"
