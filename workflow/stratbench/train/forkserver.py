@@ -336,7 +336,7 @@ class _Server:
 
     @staticmethod
     def _send_answer(connection: socket.socket, answer: int) -> None:
-        # The launcher may have ended, so that nobody receives the answer.
+        # If the launcher has ended, nobody receives the answer.
         with contextlib.suppress(OSError):
             connection.sendall(_ANSWER.pack(answer))
 

@@ -48,8 +48,8 @@ def list_visible_gpus() -> list[str]:
             break
         if identity in names:
             raise DeviceError(
-                f"{VARIABLE} = {visible!r} names one GPU twice ({names[identity]} and {name}), so "
-                "that CUDA would show no GPU at all; name each GPU once"
+                f"{VARIABLE} = {visible!r} names one GPU twice ({names[identity]} and {name}); "
+                "CUDA would then show no GPU at all; name each GPU once"
             )
         names[identity] = name
     return list(names.values())
