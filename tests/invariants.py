@@ -332,7 +332,7 @@ def samples(told: Told) -> None:
     made = told("batch.updates_applied")
     told.same("batch.samples_seen and steps x batch", seen, steps * batch)
     told.most("batch.samples_applied, at most batch.samples_seen", applied, seen)
-    speaking = [w["samples"] for w in told.workers if told.mesh.reports_for_replica(w["rank"])]
+    speaking = [w["samples"] for w in told.workers if told.mesh.reports_replica_results(w["rank"])]
     if told.whole and None not in speaking:
         told.same("batch.samples_seen and the workers'", seen, sum(speaking))
     each = told("strategy.traits.updates_per_step")
@@ -797,7 +797,7 @@ def counted_by_servers(told: Told, nodes: int) -> tuple[int, int]:
         )
         for link in server["workers"]:
             there, pushed, pulled = (
-                told.compute_node_of_rank(link["worker"]),
+                told.compute_node_number_of_rank(link["worker"]),
                 link["bytes_in"],
                 link["bytes_out"],
             )

@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
             0, "all figures and times: this is the software GPU of the tests"
         )
     device = args.device
-    agent.handle_stop_signals(agent.raise_stopped)
+    agent.handle_stop_signals(agent.raise_stopped_error)
     with tempfile.TemporaryDirectory(prefix="stratbench-gpu-check-") as scratch:
         for listed in (s for s in STAGES if s.name in args.stages):
             if device == "auto" and listed.name != "preflight":

@@ -28,7 +28,7 @@ from stratbench.telemetry.machine.cores import list_usable_cores
 from stratbench.train import worker as worker_process
 from stratbench.train.job import Job
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.datasets import make_dataset_metadata
 from stratbench.workload.network.models import compute_input_shape
 from subject import job_of, prepared, served, settings, spec_of
 
@@ -108,7 +108,7 @@ def request_of(s: Settings, on_cuda: bool) -> Request:
 
 
 def dataset_of(s: Settings) -> Dataset:
-    return describe_data_set("synthetic", spec_of(MAX_WORKERS * s.per_worker_batch))
+    return make_dataset_metadata("synthetic", spec_of(MAX_WORKERS * s.per_worker_batch))
 
 
 def measured(job: Job, case: Case) -> dict[str, Any]:

@@ -38,11 +38,11 @@ sys.path[:0] = [str(BENCHMARKS / "gpu"), str(REPOSITORY / "workflow")]
 from stratbench.cell.files import read_json, write_text_atomically  # noqa: E402
 from stratbench.cell.text.words import MIB  # noqa: E402
 from stratbench.extensions.plan.against_records import get_measured_peak_bytes  # noqa: E402
-from stratbench.extensions.plan.check import rehearse_requests  # noqa: E402
+from stratbench.extensions.plan.check import dry_run_requests  # noqa: E402
 from stratbench.extensions.plan.device_rates import find_gpu_datasheet  # noqa: E402
 from stratbench.extensions.plan.footprint.request import Request, compute_data_bytes  # noqa: E402
 from stratbench.strategies import get_strategy_class  # noqa: E402
-from stratbench.workload.data.datasets import describe_data_set  # noqa: E402
+from stratbench.workload.data.datasets import make_dataset_metadata  # noqa: E402
 from stratbench.workload.data.prepare import prepare_data_set  # noqa: E402
 
 #: Enough for what comes with the second step.
@@ -156,9 +156,9 @@ def measured(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
 def row_of(case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     """The case's row of the table."""
     found = measured(case, folder, timeout_s)
-    s, data = settings_of(case), describe_data_set("data", case.spec)
+    s, data = settings_of(case), make_dataset_metadata("data", case.spec)
     request = Request.from_settings(s, data, on_cuda=True, workers_per_node=case.gpus)
-    _, made = rehearse_requests([request], folder / "plan-cache")
+    _, made = dry_run_requests([request], folder / "plan-cache")
     if (footprint := made[request].footprint) is None:
         raise RuntimeError(f"{case.name}: {made[request].fault}")
     gpu = find_gpu_datasheet(found["gpu"])

@@ -20,7 +20,11 @@ from stratbench.extensions.plan.check import (
     make_footprint_or_error,
 )
 from stratbench.extensions.plan.footprint.drawn_out import TraceMismatchError
-from stratbench.extensions.plan.footprint.few_parts import FEW, MORE, extrapolate_accumulated_parts
+from stratbench.extensions.plan.footprint.few_parts import (
+    FEW,
+    MORE,
+    extrapolate_gradient_accumulation,
+)
 from stratbench.extensions.plan.footprint.footprint import Footprint
 from stratbench.extensions.plan.footprint.processes import prepare_pool_process
 from stratbench.extensions.plan.footprint.request import Request
@@ -87,7 +91,7 @@ class Planner:
     def _footprint(self, request: Request) -> Footprint | str:
         if request.gradient_accumulation_steps > FEW + MORE:
             with suppress(TraceMismatchError):  # steps in many parts share those in few
-                return extrapolate_accumulated_parts(request, self._few_parts)
+                return extrapolate_gradient_accumulation(request, self._few_parts)
         return make_footprint_or_error(request, None, self.blocks_of(request))
 
     def _few_parts(self, request: Request) -> Footprint:

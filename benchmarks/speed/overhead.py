@@ -366,7 +366,7 @@ def run(names: list[str], rounds: int, world: int) -> list[dict[str, Any]]:
         free.close()
         run_folder = RunFolder(Path(folder))
         sampler = Sampler(
-            run_folder.get_samples_path(0), run_folder.get_pid_list_path(0), time.time()
+            run_folder.get_timeline_samples_path(0), run_folder.get_pid_list_path(0), time.time()
         )
         context = multiprocessing.get_context("spawn")
         processes = [

@@ -107,7 +107,13 @@ def judged(
         )
     )
     stood = ranking.compare_with_choice(
-        found, chosen, means, variance, dof, moderated.compute_decision_tail(k, looks), MARGIN
+        found,
+        chosen,
+        means,
+        variance,
+        dof,
+        moderated.compute_decision_tail_probability(k, looks),
+        MARGIN,
     )
     gaps = true - np.take_along_axis(true, chosen[..., None], -1)
     others = np.arange(k) != chosen[..., None]
@@ -138,7 +144,7 @@ def scores_judged(
     """
     means = scores.mean(-1)
     best = means.argmax(-1)
-    widths = tolerance.compute_score_loss_half_widths(scores, best)
+    widths = tolerance.compute_score_loss_interval_half_widths(scores, best)
     lost = np.take_along_axis(means, best[:, None], -1) - means
     truly = np.take_along_axis(true, best[:, None], -1) - true
     excluded = lost - widths > allowed

@@ -199,7 +199,7 @@ def tune(
     while True:
         by_name = {
             name: FilterResult(Combination("ddp"), OUT_OF_MEMORY if name in failed else MEASURED, "",
-                         math.exp(truth.planned[name]), difference_amounts=amounts)
+                         math.exp(truth.planned[name]), amounts_by_difference_kind=amounts)
             for name, amounts in truth.amounts.items()
             if truth.planned_need[name] <= MEMORY_FACTOR
         }  # fmt: skip

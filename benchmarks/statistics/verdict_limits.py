@@ -84,7 +84,7 @@ def race_rates(n: int, k: int, truth: str, how: Blocks) -> dict[str, float]:
     while course.open.any():
         judged = course.open.copy()
         new, nodes = [], []
-        for _ in range(judging.get_block_count_at_next_look(done) - done):
+        for _ in range(judging.get_block_count_at_next_analysis(done) - done):
             at = rng.integers(0, several, (n, 1)) if how.nodes else np.full((n, 1), done)
             ran |= (np.arange(several) == at[..., None]) & judged[..., None]
             own = np.take_along_axis(
@@ -189,7 +189,7 @@ class World:
         comparison = PairedComparison(
             comparison_key=self.place, dataset="d", strategies=strategies,
             uses_servers=tuple(a not in self.equal for a in strategies),
-            equals_ddp=tuple(a in self.equal for a in strategies), arithmetic_key=("e", "m"),
+            equals_ddp=tuple(a in self.equal for a in strategies), shared_score_key=("e", "m"),
             full_run_steps=self.full_steps,
         )  # fmt: skip
         return PairedEvidence(study="s", seed=self.seed, comparisons=(comparison,))

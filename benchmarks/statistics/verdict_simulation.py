@@ -248,7 +248,7 @@ def run(
     while course.open.any():
         judged = course.open.copy()
         blocks = int(course.blocks.max())
-        target = judging.get_block_count_at_next_look(blocks)
+        target = judging.get_block_count_at_next_analysis(blocks)
         new, began = [], course.logs.shape[-1]
         for _ in range(target - blocks):
             logs = block_of_segments(rng, s, noise, node)
@@ -277,7 +277,7 @@ def run(
         for name in ("leader", "is_leader_fastest", "at_most"):
             value = getattr(look, name)
             result[name] = np.where(step.ended, value, result.get(name, np.zeros_like(value)))
-        wanted = course.leaders_without_score
+        wanted = course.mask_of_leaders_without_score
         training += (wanted * full).sum(-1)
         course.apply_scores(wanted & s.good, wanted & ~s.good)
     reference = np.where(

@@ -238,7 +238,7 @@ class _Run:
         self.trace.time_s = worker.applied_s = now_s
         worker.part += 1
         if worker.part == self.parts:
-            self.tickets.record_settled_ticket(worker.number, worker.ticket.number)
+            self.tickets.record_received_gradients(worker.number, worker.ticket.number)
             self.trace.settled.append(worker.ticket.number)
             worker.ticket = None
 
@@ -295,7 +295,7 @@ class _Run:
             self._start(worker, now_s)
 
     def _check_complete(self) -> None:
-        if self.tickets.are_all_settled:
+        if self.tickets.are_all_completed:
             return
         left = len(self.tickets.plan) - self.tickets.n_settled
         waiting = [w.number for w in self.workers if w.waiting]

@@ -78,4 +78,4 @@ def test_groups_of_repeats_have_one_order_and_findings_name_all_of_it():
     ((group, rows),) = groups.map_rows_by_group(frame).items()
     assert (group.experiment, group.strategy, group.model, group.gpus) == ("e", "ddp", "m", 2)
     assert len(rows) == 2
-    assert group.replace_gpus(4).replace_strategy("fsdp") == ("e", "fsdp", "m", 4)
+    assert group.copy_with_gpu_count(4).copy_with_strategy("fsdp") == ("e", "fsdp", "m", 4)

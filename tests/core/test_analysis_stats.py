@@ -37,11 +37,11 @@ def test_moderated_t_of_the_worked_example():
     variance, dof = moderated.shrink_variances_by_kind(found, np.zeros(10, dtype=bool))
     assert dof[0] == 10
     assert variance[0] == pytest.approx(4.1996e-4, rel=1e-4)
-    assert scipy.stats.t.isf(moderated.compute_alternatives_tail(14), 10) == pytest.approx(
-        4.2896, abs=5e-5
-    )
+    assert scipy.stats.t.isf(
+        moderated.compute_alternatives_tail_probability(14), 10
+    ) == pytest.approx(4.2896, abs=5e-5)
     half = moderated.compute_interval_half_widths(
-        variance, dof, found.repeats, moderated.compute_alternatives_tail(14)
+        variance, dof, found.repeats, moderated.compute_alternatives_tail_probability(14)
     )
     assert half[0] == pytest.approx(0.05075, abs=5e-6)
 

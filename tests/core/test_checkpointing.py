@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from stratbench.cell.settings import build_experiment_schema
 from stratbench.study.config.schema import parse_texts_by_schema
-from stratbench.workload.network.checkpointing import checkpoint_blocks, is_recomputing_block
+from stratbench.workload.network.checkpointing import (
+    checkpoint_and_count_blocks,
+    is_recomputing_block,
+)
 
 TOKENS, WIDTH = 11, 16
 MODES = (True, "selective")
@@ -64,7 +67,7 @@ def both(mode: bool | str, **options) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     plain = Repeated(**options)
     again = copy.deepcopy(plain)
-    assert checkpoint_blocks([("block", [again.block])], mode) == 1
+    assert checkpoint_and_count_blocks([("block", [again.block])], mode) == 1
     return plain, again
 
 

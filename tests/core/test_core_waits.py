@@ -42,7 +42,7 @@ if let_end:
     let_end()
 """
 needs_counts = pytest.mark.skipif(
-    not core_waits.read_core_waits_ns(), reason="this kernel counts no waits for a core"
+    not core_waits.read_core_waits_by_thread_ns(), reason="this kernel counts no waits for a core"
 )
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from launching import until
 from stratbench.workload.data import prepared, sources
-from stratbench.workload.data.datasets import DATASETS, describe_data_set
+from stratbench.workload.data.datasets import DATASETS, make_dataset_metadata
 from stratbench.workload.data.prepare import main, prepare_data_set
 from stratbench.workload.data.sources import DataError
 
@@ -127,7 +127,7 @@ def test_a_synthetic_set_has_the_asked_size_and_is_the_same_each_time(tmp_path: 
     other = prepare_data_set("mine", tmp_path / "c", spec=SPEC | {"seed": 1})
     assert first["sha256"] == second["sha256"] != other["sha256"]
     assert first["shape"] == [3, 12, 12]
-    assert describe_data_set("mine", SPEC).shape == (3, 12, 12)
+    assert make_dataset_metadata("mine", SPEC).shape == (3, 12, 12)
     _, arrays = prepared.read_data_set(tmp_path / "a")
     assert len(arrays["train_inputs"]) == 300
     assert np.bincount(arrays["train_targets"]).tolist() == [100, 100, 100]

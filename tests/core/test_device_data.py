@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import DATASETS, describe_data_set
+from stratbench.workload.data.datasets import DATASETS, make_dataset_metadata
 from stratbench.workload.data.device_data import (
     Augmentation,
     DeviceData,
-    compute_packed_table_bytes,
+    compute_epoch_tables_bytes,
     draw_epoch_order,
     enlarge_images,
 )
@@ -190,13 +190,13 @@ def test_packed_tables_are_the_same_tables(digits_dir):
     tables = data.draw_order_and_augmentation(seed=1, epoch=2, augment=True)
     assert torch.equal(tables.order, draw_epoch_order(data.train_samples, 1, 2))
     packed = tables.convert_to_small_integers()
-    facts = describe_data_set("digits")
+    facts = make_dataset_metadata("digits")
     kept_bytes = sum(t.nbytes for t in (packed.order, *packed.augmentation))
-    assert kept_bytes == compute_packed_table_bytes(facts, augment=True) == 7 * data.train_samples
+    assert kept_bytes == compute_epoch_tables_bytes(facts, augment=True) == 7 * data.train_samples
     plain = data.draw_order_and_augmentation(
         seed=1, epoch=2, augment=False
     ).convert_to_small_integers()
-    assert plain.order.nbytes == compute_packed_table_bytes(facts, augment=False)
+    assert plain.order.nbytes == compute_epoch_tables_bytes(facts, augment=False)
     back = packed.to_device(torch.device("cpu"))
     for mine, theirs in zip(
         (back.order, *back.augmentation), (tables.order, *tables.augmentation), strict=True

@@ -114,7 +114,7 @@ NO_NVML = {"failures": {"nvmlInit": OSError("driver/library version mismatch")}}
 
 def test_whatever_a_gpu_is_called_its_lock_is_one(machine):
     machine()
-    assert gpu_locks.list_gpu_lock_names(["0", "1", UUIDS[0], "GPU-666", "7"]) == {
+    assert gpu_locks.get_lock_names_by_gpu(["0", "1", UUIDS[0], "GPU-666", "7"]) == {
         "0": UUIDS[0], "1": UUIDS[1], UUIDS[0]: UUIDS[0], "GPU-666": UUIDS[1], "7": "7"
     }  # fmt: skip
 
@@ -184,7 +184,7 @@ def test_a_name_that_is_no_gpu_is_told(machine):
         gpu_locks.wants_cuda("cuda", gpu_locks.list_visible_gpus())
     for given in (None, "1", "0,-1,5", ""):
         machine(given)
-        assert gpu_locks.unknown_gpu_reason() is None
+        assert gpu_locks.describe_unknown_visible_gpu() is None
 
 
 def test_cells_on_cpus_read_no_names_of_gpus(machine):
@@ -302,7 +302,7 @@ def test_what_nohup_ignores_stays_ignored():
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        agent.handle_stop_signals(agent.raise_stopped)
+        agent.handle_stop_signals(agent.raise_stopped_error)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert callable(signal.getsignal(signal.SIGTERM))
     finally:

@@ -133,7 +133,7 @@ def test_the_wait_comes_out_of_the_exchange():
 
 def leave_samples(folder: Path, watts: dict[int, float]) -> None:
     """Samples of ten seconds; GPUs by index."""
-    with RunFolder(folder).get_samples_path(0).open("w", newline="") as file:
+    with RunFolder(folder).get_timeline_samples_path(0).open("w", newline="") as file:
         writer = csv.DictWriter(file, SAMPLE_COLUMNS, restval="")
         writer.writeheader()
         for t in range(11):

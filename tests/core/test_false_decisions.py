@@ -70,7 +70,7 @@ def test_looking_again_after_more_repeats_says_nothing_false(looks, most):
 
 def test_an_uncorrected_interval_would_decide_falsely(monkeypatch):
     """The control: the simulation finds the error that the correction is there for."""
-    monkeypatch.setattr(moderated, "compute_decision_tail", lambda k, looks: 0.05)
+    monkeypatch.setattr(moderated, "compute_decision_tail_probability", lambda k, looks: 0.05)
     assert rates(*drawn("all equal", "3 %", 8, 5))["false"] > 20
 
 

@@ -13,14 +13,14 @@ from stratbench.workload import users_code
 from stratbench.workload.generators import (
     OTHER_START,
     Generators,
-    restore_random_generators,
+    preserve_random_generators,
     seed_random_generators,
 )
 
 
 @pytest.fixture(autouse=True)
 def left_as_they_were():
-    with restore_random_generators():
+    with preserve_random_generators():
         yield
 
 
@@ -58,7 +58,7 @@ def test_states_come_back_through_tensors_with_halves_of_pairs(before):
 def test_it_is_seen_which_generator_has_moved(draw):
     before = Generators.capture_states()
     assert not before.differ_from(Generators.capture_states())
-    with restore_random_generators() as kept:
+    with preserve_random_generators() as kept:
         draw()
         assert kept.differ_from(Generators.capture_states())
     assert not before.differ_from(Generators.capture_states())

@@ -112,16 +112,16 @@ def test_a_type_of_gpu_is_asked_for_and_looked_for_on_the_nodes():
     assert "--gres=gpu:a100:4" in asked.sbatch_command
     assert request("ddp", 4, cluster=a100)[2].gres == ""  # on CPUs
     here = nodes.select_partition_nodes(nodes.parse_sinfo(LARGER), "gpu")
-    assert nodes.job_too_large_reason(cell, settings, asked, here) is None
+    assert nodes.explain_oversized_job(cell, settings, asked, here) is None
     (mixed,) = (node for node in here if node.name == "g2")
     assert (
-        nodes.job_too_large_reason(cell, settings, replace(asked, gpu_type=None), [mixed]) is None
+        nodes.explain_oversized_job(cell, settings, replace(asked, gpu_type=None), [mixed]) is None
     )
-    told = nodes.job_too_large_reason(cell, settings, asked, [mixed])
+    told = nodes.explain_oversized_job(cell, settings, asked, [mixed])
     assert "asks for a node with 4 GPUs of type a100" in told
     assert "has 2 GPUs of type a100" in told
     assert "set cluster.gpus_per_node to 2" in told
-    told = nodes.job_too_large_reason(cell, settings, replace(asked, gpu_type="h100"), here)
+    told = nodes.explain_oversized_job(cell, settings, replace(asked, gpu_type="h100"), here)
     assert "set cluster.gpu_type to a type of this node (a100" in told
 
 
@@ -177,7 +177,7 @@ SMALL = {"cpus_per_gpu": 2, "mem_mib_per_gpu": 1024}
 )  # fmt: skip
 def test_what_no_node_can_hold_is_one_sentence_with_the_key_to_change(strategy, gpus, given, parts):
     cell, settings, asked = request(strategy, gpus, **given)
-    sentence = nodes.job_too_large_reason(cell, settings, asked, nodes.parse_sinfo(TESTS))
+    sentence = nodes.explain_oversized_job(cell, settings, asked, nodes.parse_sinfo(TESTS))
     assert sentence is not None
     assert "\n" not in sentence
     for part in parts:
@@ -188,33 +188,33 @@ def test_the_time_limit_of_a_partition_counts():
     cell, settings, asked = request("ddp", 4, device="auto", time_limit_s=4 * 3600)
     larger = nodes.parse_sinfo(LARGER)
     assert (
-        nodes.job_too_large_reason(
+        nodes.explain_oversized_job(
             cell, settings, asked, nodes.select_partition_nodes(larger, "gpu")
         )
         is None
     )
-    sentence = nodes.job_too_large_reason(
+    sentence = nodes.explain_oversized_job(
         cell, settings, asked, nodes.select_partition_nodes(larger, "short")
     )
     assert "and 250 minutes, but the largest node of partition short has" in sentence
     assert "and 30 minutes: lower studies.s.experiments.e.time_limit_s" in sentence
     # One partition that can hold it is enough.
     assert (
-        nodes.job_too_large_reason(
+        nodes.explain_oversized_job(
             cell, settings, asked, nodes.select_partition_nodes(larger, "short,gpu")
         )
         is None
     )
-    on_cpus = nodes.job_too_large_reason(
+    on_cpus = nodes.explain_oversized_job(
         cell, settings, asked, nodes.select_partition_nodes(larger, None)
     )
     assert "set cluster.request_gpus to false, or studies.s.experiments.e.device to cpu" in on_cpus
-    assert nodes.job_too_large_reason(cell, settings, asked, []) is None  # nothing is known
+    assert nodes.explain_oversized_job(cell, settings, asked, []) is None  # nothing is known
 
 
 def test_cells_with_the_same_reason_are_told_once():
     cell, settings, asked = request("ddp", 4, threads=8)
-    sentence = nodes.job_too_large_reason(cell, settings, asked, nodes.parse_sinfo(TESTS))
+    sentence = nodes.explain_oversized_job(cell, settings, asked, nodes.parse_sinfo(TESTS))
     cells = [replace(cell, repeat=i) for i in range(3)]
     told = nodes.format_refusals({c: sentence.replace(str(cell), str(c)) for c in cells})
     assert told == [sentence + " (and 2 more cells)"]

@@ -307,7 +307,9 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     assert "rank 1: 3 steps, in phase train, in step_and_sleep (sitecustomize.py:" in ended.reason
     waits = r"rank 0: \d steps, in phase train, in \w+ \(\w+\.py:\d+\)"
     assert re.search(waits, ended.reason), ended.reason
-    assert launch.store_failure_evidence(tmp_path / "logs", job.cell, ended.reason, []) == 1
+    assert (
+        launch.store_failure_and_get_exit_code(tmp_path / "logs", job.cell, ended.reason, []) == 1
+    )
     evidence = json.loads((tmp_path / "logs/failure.json").read_text())
     assert "sitecustomize.py" in evidence["stacks"]["rank1.stack"][0]
 

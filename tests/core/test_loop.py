@@ -319,11 +319,11 @@ class Noting(Beside):
     def __init__(self, every: int) -> None:
         self.every, self.asked, self.told = every, 0, []
 
-    def restore_start(self, clock: StepClock, epochs: list[dict]) -> TrainingStart:
+    def restore_training_start(self, clock: StepClock, epochs: list[dict]) -> TrainingStart:
         self.clock = clock
         return TrainingStart()
 
-    def find_next_stop(self) -> int:
+    def find_next_clock_stop_step(self) -> int:
         self.asked += 1
         return (len(self.told) + 1) * self.every
 

@@ -74,7 +74,9 @@ def test_families_are_told_apart_by_their_hues_whoever_looks(eyes, theme):
 def test_the_members_of_a_family_differ_in_black_and_white():
     """And families by their shapes: no colour is needed to know a strategy."""
     looks = marks.assign_marks_by_strategy((name, name) for name in REGISTRY)
-    assert len({(m.family_shape, m.mark_filling, m.line_dash_pattern) for m in looks.values()}) == len(looks)
+    assert len(
+        {(m.family_shape, m.mark_filling, m.line_dash_pattern) for m in looks.values()}
+    ) == len(looks)
     assert len({hue.shape for hue in FAMILIES.values()}) == len(FAMILIES)
 
 
@@ -120,8 +122,8 @@ def test_a_deleted_extension_leaves_the_marks_of_all_others(monkeypatch, extensi
     monkeypatch.setattr(marks, "REGISTRY", left)
     monkeypatch.setattr(
         marks,
-        "map_strategies_to_numbers_by_family",
-        marks.map_strategies_to_numbers_by_family.__wrapped__,
+        "number_strategies_in_each_family",
+        marks.number_strategies_in_each_family.__wrapped__,
     )
     after = marks.assign_marks_by_strategy((name, name) for name in left)
     assert after == {name: before[name] for name in left}

@@ -41,7 +41,9 @@ def test_the_workers_that_divide_a_layer_are_neighbours(mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_one_worker_of_each_replica_counts_and_has_the_loss(mesh):
     speakers = [
-        mesh.get_coordinate(rank) for rank in range(mesh.num_workers) if mesh.reports_for_replica(rank)
+        mesh.get_coordinate(rank)
+        for rank in range(mesh.num_workers)
+        if mesh.reports_replica_results(rank)
     ]
     assert [p.replica for p in speakers] == list(range(mesh.replicas))
     assert {p.stage for p in speakers} == {mesh.stages - 1}
@@ -72,7 +74,9 @@ def test_only_who_computes_the_same_draws_the_same(mesh):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_replicas_divide_each_batch_and_their_workers_share_it(mesh):
-    s = replace(settings(gpus=mesh.num_workers), global_batch=12, per_worker_batch=12 // mesh.replicas)
+    s = replace(
+        settings(gpus=mesh.num_workers), global_batch=12, per_worker_batch=12 // mesh.replicas
+    )
     order = torch.randperm(30)
     taken: dict[int, set[tuple[int, ...]]] = {}
     for rank in range(mesh.num_workers):

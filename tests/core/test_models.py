@@ -354,7 +354,7 @@ def test_statistics_taken_twice_and_other_random_numbers_are_seen(monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(
             checkpointing,
-            "_make_checkpoint_contexts",
+            "_make_forward_and_recompute_contexts",
             lambda *given: (nullcontext(), nullcontext()),
         )
         assert not equal(plain, trained_by_two_steps("resnet-compact", True))

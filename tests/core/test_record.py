@@ -59,12 +59,12 @@ def test_a_wrong_record_is_refused_with_file_and_field(tmp_path, good, change, p
 
 def test_details_are_compiled_for_a_fault_alone(good):
     """Each process that reads or writes a record waits for what it compiles."""
-    record.compile_validator.cache_clear()
+    record.compile_record_validator.cache_clear()
     record.validate_record(good)
-    assert record.compile_validator.cache_info().currsize == 1
+    assert record.compile_record_validator.cache_info().currsize == 1
     with pytest.raises(record.RecordError):
         record.validate_record(good | {"status": "error"})
-    assert record.compile_validator.cache_info().currsize == 2
+    assert record.compile_record_validator.cache_info().currsize == 2
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ def test_an_empty_folder_holds_nothing(folder):
         folder.read_epoch_results(),
         folder.list_log_paths(),
     )
-    assert [*found, folder.list_phase_log_paths(), folder.list_sample_paths()] == [[]] * 5
+    assert [*found, folder.list_phase_log_paths(), folder.list_timeline_samples_paths()] == [[]] * 5
 
 
 def test_what_was_written_is_read(folder):
@@ -113,7 +113,7 @@ def names(in_package: bool) -> Iterator[str]:
     with_number = (
         folder.get_log_path(format_worker_name(7)), folder.get_log_path(format_server_name(7)),
         folder.get_phase_log_path(7),
-        folder.get_samples_path(7), folder.get_pid_list_path(7),
+        folder.get_timeline_samples_path(7), folder.get_pid_list_path(7),
         folder.get_server_statistics_path(7), folder._get_worker_result_path(7), Path("busy7.json"),
     )  # fmt: skip
     for path in with_number:

@@ -30,7 +30,7 @@ from stratbench.strategies.sharding.fsdp import FSDP
 from stratbench.strategies.sharding.zero import TorchZeRO1, ZeRO1
 from stratbench.strategies.single import Single
 from stratbench.workload.network import models
-from stratbench.workload.network.checkpointing import checkpoint_blocks
+from stratbench.workload.network.checkpointing import checkpoint_and_count_blocks
 from stratbench.workload.network.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
@@ -84,10 +84,10 @@ class OwnNorm(FSDP):
 class Added(DDP):
     """Mutant: the gradients of a batch's parts are added, not averaged."""
 
-    def add_gradients(
+    def add_batch_part_gradients(
         self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
     ) -> Tensor:
-        return super().add_gradients(x, y, 1, is_last_part) / parts
+        return super().add_batch_part_gradients(x, y, 1, is_last_part) / parts
 
 
 class Ungathered(ZeRO1):
@@ -253,7 +253,9 @@ def set_up(
             if type(module).__name__ in ("Block", "EncoderBlock", "Bottleneck")
         ]
         if mode := s.activation_checkpointing:
-            assert checkpoint_blocks(groups, mode) == len(groups) // (2 if mode == "every-2" else 1)
+            assert checkpoint_and_count_blocks(groups, mode) == len(groups) // (
+                2 if mode == "every-2" else 1
+            )
     else:
         model = network(batchnorm).to(torch.float64 if precision == "fp64" else torch.float32)
         groups = [("convolutions", [model[0], model[3]]), ("linear", [model[7]])]
@@ -362,7 +364,7 @@ def transformer_trajectory(
     return {
         "losses": losses / world,
         "weights": full_weights(strategy),
-        "states": strategy.model_states()["optimizer_bytes"],
+        "states": strategy.compute_model_state_bytes()["optimizer_bytes"],
         "report": strategy.report(),
     }
 

@@ -51,12 +51,12 @@ def test_a_workers_own_time_of_a_step_is_of_the_phases_in_which_it_waits_for_no_
             clock.mark_step_end()
         clock.end_epoch()
     own = [3 + epoch + step for epoch in range(3) for step in range(60)]
-    assert clock.step_without_waits_ms == own[-128:]
+    assert clock.step_times_without_waits_ms == own[-128:]
     other = StepClock("cpu")
     other.begin_epoch()
     other.mark_step_end()
     other.end_epoch()
-    assert other.step_without_waits_ms == []
+    assert other.step_times_without_waits_ms == []
 
 
 def test_an_epoch_without_steps_counts_its_wall_clock(now):
@@ -257,7 +257,7 @@ def test_the_hosts_time_is_the_shortest_in_which_it_issued_one_of_an_epochs_firs
     gpu, now
 ):
     clock, on_cpu = StepClock("cuda:1"), StepClock("cpu")
-    assert clock.shortest_step_issue_ms is None
+    assert clock.shortest_step_launch_ms is None
     # The third waits for room in the device's queue; what lies between two epochs is of no step.
     for steps_ms, shortest_ms in (((9, 6, 3), 6), ((7, 8), 6), ((5,), 5)):
         for each in (clock, on_cpu):
@@ -273,8 +273,8 @@ def test_the_hosts_time_is_the_shortest_in_which_it_issued_one_of_an_epochs_firs
         for each in (clock, on_cpu):
             each.end_epoch()
         now.ms += 1
-        assert clock.shortest_step_issue_ms == shortest_ms
-    assert on_cpu.shortest_step_issue_ms is None
+        assert clock.shortest_step_launch_ms == shortest_ms
+    assert on_cpu.shortest_step_launch_ms is None
 
 
 @pytest.mark.parametrize(("behind_ms", "most"), [(0, 16), (30, 50), (math.inf, 601)])

@@ -18,8 +18,8 @@ from fake_nvml import UUIDS, FakeNvml
 from stratbench.telemetry.machine import foreign_processes
 from stratbench.telemetry.machine.foreign_processes import (
     ForeignProcessWatch,
+    find_gpu_index_and_uuid,
     find_other_gpu_users,
-    identify_gpu,
 )
 from stratbench.telemetry.machine.nvml import Nvml
 
@@ -128,7 +128,7 @@ def test_who_else_uses_the_gpu_of_a_worker_out_of_memory(
 def test_places_by_number_and_uuid():
     nvml = Nvml(FakeNvml(gpus=2))
     here = {"index": 1, "uuid": UUIDS[1]}
-    assert identify_gpu(nvml, "1") == identify_gpu(nvml, UUIDS[1]) == here
+    assert find_gpu_index_and_uuid(nvml, "1") == find_gpu_index_and_uuid(nvml, UUIDS[1]) == here
     assert nvml.find_gpu_by_name("7") is None
-    assert identify_gpu(nvml, "7") == {"name": "7"}
-    assert identify_gpu(Nvml(SimpleNamespace()), "0") == {"name": "0"}
+    assert find_gpu_index_and_uuid(nvml, "7") == {"name": "7"}
+    assert find_gpu_index_and_uuid(Nvml(SimpleNamespace()), "0") == {"name": "0"}

@@ -17,7 +17,7 @@ from torch import nn
 
 from stratbench.telemetry import memory
 from stratbench.telemetry.machine.nvml import Nvml
-from stratbench.telemetry.memory import MemoryMeter, measure_model_states
+from stratbench.telemetry.memory import MemoryMeter, measure_model_state_bytes
 
 MIB = 1 << 20
 WORKFLOW = Path(memory.__file__).parents[2]
@@ -174,10 +174,12 @@ def test_states_of_sgd_with_momentum_are_exact_and_momentum_comes_with_the_first
         "optimizer_bytes": 0,
         "buffers_bytes": BUFFERS_BYTES,
     }
-    assert measure_model_states(model, optimizer) == fresh
+    assert measure_model_state_bytes(model, optimizer) == fresh
     train_one_step(model, optimizer)
-    assert measure_model_states(model, optimizer) == fresh | {"optimizer_bytes": PARAMETERS_BYTES}
-    assert measure_model_states(model, None)["optimizer_bytes"] == 0
+    assert measure_model_state_bytes(model, optimizer) == fresh | {
+        "optimizer_bytes": PARAMETERS_BYTES
+    }
+    assert measure_model_state_bytes(model, None)["optimizer_bytes"] == 0
 
 
 def test_states_of_adam_count_both_moments_and_the_step_counters():
@@ -186,7 +188,7 @@ def test_states_of_adam_count_both_moments_and_the_step_counters():
     train_one_step(model, optimizer)
     tensors = len(list(model.parameters()))
     assert (
-        measure_model_states(model, optimizer)["optimizer_bytes"]
+        measure_model_state_bytes(model, optimizer)["optimizer_bytes"]
         == 2 * PARAMETERS_BYTES + 4 * tensors
     )
 
@@ -194,17 +196,18 @@ def test_states_of_adam_count_both_moments_and_the_step_counters():
 def test_frozen_parameters_have_no_gradients_and_tied_ones_count_once():
     model = small_model()
     model[0].requires_grad_(False)
-    states = measure_model_states(model, None)
+    states = measure_model_state_bytes(model, None)
     assert states["parameters_bytes"] == PARAMETERS_BYTES
     assert states["gradients_bytes"] == PARAMETERS_BYTES - 4 * 77
     tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight
-    assert measure_model_states(tied, None)["parameters_bytes"] == 64
+    assert measure_model_state_bytes(tied, None)["parameters_bytes"] == 64
 
 
 def test_half_precision_counts_its_own_size():
     assert (
-        measure_model_states(nn.Linear(8, 4, bias=False).bfloat16(), None)["parameters_bytes"] == 64
+        measure_model_state_bytes(nn.Linear(8, 4, bias=False).bfloat16(), None)["parameters_bytes"]
+        == 64
     )
 
 
@@ -221,7 +224,7 @@ def sharded_states(rank: int, folder: str) -> None:
     train_one_step(model, optimizer)
     with torch.no_grad():
         model.eval()(torch.randn(5, 10))  # leaves the root gathered
-    Path(folder, f"{rank}.json").write_text(json.dumps(measure_model_states(model, optimizer)))
+    Path(folder, f"{rank}.json").write_text(json.dumps(measure_model_state_bytes(model, optimizer)))
     dist.destroy_process_group()
 
 

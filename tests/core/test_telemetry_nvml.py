@@ -26,7 +26,7 @@ def test_counters_are_in_the_units_of_their_names():
         "nvlink_tx_bytes": 102400,
         "nvlink_rx_bytes": 204800,
     }
-    snapshot = Nvml(FakeNvml()).list_gpus()[0].measure_pcie_rates()
+    snapshot = Nvml(FakeNvml()).list_gpus()[0].measure_pcie_bytes_per_s()
     assert snapshot == {"pcie_tx_bytes_per_s": 1_500_000, "pcie_rx_bytes_per_s": 2_500_000}
 
 
@@ -57,8 +57,8 @@ def test_a_lost_gpu_answers_nothing_and_raises_nothing():
     }
     assert gpu.read_counters() == {}
     assert gpu.read_identity_and_settings() == {"index": 0}
-    assert gpu.read_process_memory_bytes() == {}
-    assert gpu.read_process_used_bytes() is None
+    assert gpu.read_memory_bytes_by_pid() == {}
+    assert gpu.read_own_process_memory_bytes() is None
 
 
 def test_free_clocks_are_an_empty_text_and_an_unknown_state_is_absent():
@@ -110,7 +110,7 @@ def test_static_facts_identify_the_gpu():
         "driver_version": "550.54.15",
         "cuda_driver_version": "12.4",
     }
-    assert nvml.list_gpu_pair_paths() == [{"gpus": [0, 1], "path": "PXB"}]
+    assert nvml.list_gpu_pair_pcie_paths() == [{"gpus": [0, 1], "path": "PXB"}]
 
 
 def test_gpu_of_finds_by_uuid_and_only_by_it():
@@ -126,7 +126,7 @@ def test_an_instance_is_found_by_the_uuid_that_cuda_tells_and_has_no_power_of_it
         instance = nvml.find_gpu_by_uuid(told)
         assert instance.index is None  # NVML's would be that of the first GPU
         assert instance.read_identity_and_settings()["uuid"] == INSTANCES[1]
-        assert instance.read_used_bytes() == 12884901888
+        assert instance.read_used_memory_bytes() == 12884901888
         assert instance.read_counters().keys().isdisjoint({"power_w", "energy_j"})
     assert nvml.find_gpu_by_uuid(UUIDS[0]) is None  # CUDA may tell the GPU's for an instance
 
@@ -153,10 +153,10 @@ def test_what_a_name_in_cuda_visible_devices_stands_for(name, mig, expected):
 
 def test_memory_of_this_process(monkeypatch):
     gpu = Nvml(FakeNvml()).list_gpus()[0]
-    assert list(gpu.read_process_memory_bytes()) == [4242]
-    assert gpu.read_process_used_bytes() is None
+    assert list(gpu.read_memory_bytes_by_pid()) == [4242]
+    assert gpu.read_own_process_memory_bytes() is None
     monkeypatch.setattr("os.getpid", lambda: 4242)
-    assert gpu.read_process_used_bytes() == 1 << 30
+    assert gpu.read_own_process_memory_bytes() == 1 << 30
 
 
 def test_memory_info_falls_back_to_its_first_version():
@@ -167,14 +167,14 @@ def test_memory_info_falls_back_to_its_first_version():
                 return lambda handle: SimpleNamespace(total=10, used=7)
             return super().__getattr__(name)
 
-    assert Nvml(OnlyFirst()).list_gpus()[0].read_used_bytes() == 7
+    assert Nvml(OnlyFirst()).list_gpus()[0].read_used_memory_bytes() == 7
 
 
 def test_without_a_driver_there_are_no_gpus_and_a_reason():
     nvml = Nvml(FakeNvml(failures={"nvmlInit": NVMLError("Driver Not Loaded")}))
     assert nvml.list_gpus() == []
     assert nvml.read_driver_versions() == {}
-    assert nvml.list_gpu_pair_paths() == []
+    assert nvml.list_gpu_pair_pcie_paths() == []
     assert "Driver Not Loaded" in nvml.reason
 
 

@@ -22,7 +22,7 @@ from fake_nvml import INSTANCES, UUIDS, FakeNvml, GpuIsLost
 from launching import LIMIT_S, assert_gone, until
 from stratbench.telemetry import sampler as sampler_module
 from stratbench.telemetry.machine import busy
-from stratbench.telemetry.machine.busy import measure_other_load
+from stratbench.telemetry.machine.busy import measure_load_of_other_programs
 from stratbench.telemetry.machine.nvml import Gpu, Nvml
 from stratbench.telemetry.sampler import (
     CellProcesses,
@@ -358,14 +358,14 @@ def test_without_a_driver_the_host_is_sampled_all_the_same():
 def test_watched_reads_whole_lines_as_they_come_and_drops_the_dead(tmp_path):
     pids = tmp_path / "pids"
     watched = CellProcesses(pids)
-    assert watched.read_new_processes() is False  # not there yet
+    assert watched.read_new_processes_if_any() is False  # not there yet
     with burning() as child:
         pids.write_text(f"rank0 {child.pid}\nrank1 {os.getpid()}")
-        assert watched.read_new_processes() is True
+        assert watched.read_new_processes_if_any() is True
         assert [row["id"] for row in watched.sample_processes()] == ["rank0"]
         with pids.open("a") as file:
             file.write("\nrank2 not-a-number\n")
-        watched.read_new_processes()
+        watched.read_new_processes_if_any()
         assert [row["id"] for row in watched.sample_processes()] == ["rank0", "rank1"]
         child.kill()
         until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
@@ -392,7 +392,7 @@ def test_it_keeps_off_the_cores_of_the_watched(tmp_path):
 @pytest.mark.slow
 def test_busy_check_tells_our_processes_from_others():
     with burning() as child:
-        ours = measure_other_load(window_s=0.6, nvml=Nvml(FakeNvml()))
+        ours = measure_load_of_other_programs(window_s=0.6, nvml=Nvml(FakeNvml()))
         assert child.pid not in {p["pid"] for p in ours["other_processes"]}
 
 
@@ -400,10 +400,12 @@ def test_every_process_on_a_gpu_before_the_cell_starts_is_another():
     """In a container NVML's numbers are the host's: one that equals ours says nothing."""
     running = [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in (os.getpid(), 4242)]
     library = FakeNvml(answers={"nvmlDeviceGetComputeRunningProcesses": running})
-    facts = measure_other_load(window_s=0.001, nvml=Nvml(library))
+    facts = measure_load_of_other_programs(window_s=0.001, nvml=Nvml(library))
     assert facts["other_gpu_processes"] == {0: [os.getpid(), 4242]}
     idle = FakeNvml(answers={"nvmlDeviceGetComputeRunningProcesses": []})
-    assert "other_gpu_processes" not in measure_other_load(window_s=0.001, nvml=Nvml(idle))
+    assert "other_gpu_processes" not in measure_load_of_other_programs(
+        window_s=0.001, nvml=Nvml(idle)
+    )
 
 
 def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
@@ -415,12 +417,12 @@ def test_busy_check_subtracts_what_we_use_ourselves(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now.s, sleep=sleep)
     us, worker, foreign = os.getpid(), 10**9, 10**9 + 1
     by_process = iter([{us: 5.0, worker: 1.0}, {us: 6.0, worker: 1.5, foreign: 0.4}])
-    monkeypatch.setattr(busy, "_list_related_pids", lambda: {us, worker})
+    monkeypatch.setattr(busy, "_list_own_process_tree_pids", lambda: {us, worker})
     busy_s = iter([100.0, 102.5])
     monkeypatch.setattr(busy, "time", clock)
     monkeypatch.setattr(busy, "_read_cpu_s_by_pid", lambda: next(by_process))
     monkeypatch.setattr(busy, "_read_busy_cpu_s", lambda: next(busy_s))
-    facts = measure_other_load(window_s=2.0)
+    facts = measure_load_of_other_programs(window_s=2.0)
     # 2.5 s busy, of which 1.5 s ours: the rest counts although only 0.4 s of it is visible.
     assert facts["other_cpu_cores"] == 0.5
     assert facts["other_processes"] == [{"pid": foreign, "name": "?", "cores": 0.2}]
@@ -447,7 +449,7 @@ def test_busy_check_sees_a_stranger(tmp_path, monkeypatch):
         facts = {}
 
         def seen() -> bool:
-            facts.update(measure_other_load(window_s=0.8))
+            facts.update(measure_load_of_other_programs(window_s=0.8))
             named = [process["pid"] for process in facts["other_processes"]]
             return named == [pid] and facts["other_cpu_cores"] > 0.1
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stratbench.workload.data import generated, prepared, sources
-from stratbench.workload.data.datasets import DATASETS, describe_data_set
+from stratbench.workload.data.datasets import DATASETS, make_dataset_metadata
 from stratbench.workload.data.device_data import (
     DeviceData,
     choose_evaluation_batch_size,
@@ -44,7 +44,7 @@ def test_a_piece_ends_where_the_next_begins() -> None:
 
 def test_each_token_is_the_next_of_the_one_before_it(chain: Path) -> None:
     meta, arrays = prepared.read_data_set(chain)
-    facts = describe_data_set("chain", SPEC)
+    facts = make_dataset_metadata("chain", SPEC)
     assert meta["generated"]
     assert tuple(meta["shape"]) == facts.shape == (32,)
     assert (meta["train_samples"], meta["test_samples"]) == (2000, 40)
@@ -121,7 +121,7 @@ def test_long_texts_are_evaluated_a_few_at_once() -> None:
 )
 def test_a_wrong_spec_is_refused(spec: dict, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
-        describe_data_set("mine", spec)
+        make_dataset_metadata("mine", spec)
 
 
 def test_a_text_that_is_not_the_published_one_is_refused(tmp_path: Path) -> None:

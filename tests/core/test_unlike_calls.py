@@ -103,7 +103,7 @@ def test_calls_are_those_of_the_last_step(tmp_path: Path):
         heartbeat.record_group_call(group)
     heartbeat.record_step()
     assert read_shard_group_calls(path) == [1, 2, 3]
-    heartbeat.forget_group_calls()
+    heartbeat.delete_group_calls()
     for _ in range(MAX_CALLS + 5):
         heartbeat.record_group_call(7)
     assert read_shard_group_calls(path) == [7] * MAX_CALLS

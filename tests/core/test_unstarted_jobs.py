@@ -39,13 +39,13 @@ def test_a_node_without_what_a_job_needs_is_named_with_it(
 ) -> None:
     logs[1].parent.mkdir(parents=True)
     logs[1].write_text(printed)
-    sentence = unstarted_jobs.rule_not_started_reason(logs)
+    sentence = unstarted_jobs.explain_unstarted_rule(logs)
     assert sentence.startswith("SLURM job 12 began on node7, ")
     assert told in sentence
 
 
 def test_a_node_that_does_not_see_the_folder_is_named_with_it(logs: list[Path]) -> None:
-    sentence = unstarted_jobs.rule_not_started_reason(logs)
+    sentence = unstarted_jobs.explain_unstarted_rule(logs)
     assert "began on node7 and wrote no log" in sentence
     assert f"cannot read {Path.cwd()}, move this folder to a file system" in sentence
 
@@ -53,14 +53,14 @@ def test_a_node_that_does_not_see_the_folder_is_named_with_it(logs: list[Path]) 
 def test_of_other_jobs_nothing_is_said(logs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     logs[1].parent.mkdir(parents=True)
     logs[1].write_text("error: it failed for another reason\n")
-    assert unstarted_jobs.rule_not_started_reason(logs) is None
-    assert unstarted_jobs.rule_not_started_reason(logs[:1]) is None  # of no SLURM job
-    assert unstarted_jobs.rule_not_started_reason([]) is None
+    assert unstarted_jobs.explain_unstarted_rule(logs) is None
+    assert unstarted_jobs.explain_unstarted_rule(logs[:1]) is None  # of no SLURM job
+    assert unstarted_jobs.explain_unstarted_rule([]) is None
     logs[1].unlink()
     monkeypatch.setattr(
         unstarted_jobs, "read_command_output", lambda command: "JobId=12 NodeList=(null)\n"
     )
-    assert unstarted_jobs.rule_not_started_reason(logs) is None  # cancelled while it waited
+    assert unstarted_jobs.explain_unstarted_rule(logs) is None  # cancelled while it waited
     logs[0].parent.mkdir(parents=True)
     logs[0].write_text("cell: began\n")
-    assert unstarted_jobs.rule_not_started_reason(logs) is None
+    assert unstarted_jobs.explain_unstarted_rule(logs) is None

@@ -37,14 +37,14 @@ def test_a_cell_that_loses_a_worker_ends_on_all_nodes_and_goes_on_when_tried_aga
     run = workflow.start("--until", "audit_records", "--retries", "2")
     folder = RunFolder(tmp_path / "w/results/tiny/logs/one/ddp/vgg-compact/3gpu/rep0/run")
     try:
-        until(lambda: attempts.find_common_step(folder, 3))
+        until(lambda: attempts.find_newest_common_checkpoint_step(folder, 3))
         worker = until(lambda: workflow.training_worker("one"))
         launcher = until(lambda: workflow.launcher("one"))
         processes = [*launcher.children(recursive=True), worker]
         worker.kill()
         assert_gone(processes)
-        lost_at = attempts.find_common_step(folder, 3)
-        until(lambda: (attempts.find_common_step(folder, 3) or 0) > lost_at)
+        lost_at = attempts.find_newest_common_checkpoint_step(folder, 3)
+        until(lambda: (attempts.find_newest_common_checkpoint_step(folder, 3) or 0) > lost_at)
         worker = until(lambda: workflow.training_worker("one"))
         launcher = until(lambda: workflow.launcher("one"))
         processes = [*launcher.children(recursive=True), worker]

@@ -211,7 +211,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
             model, CLASSES, shape, s.seed, DEVICE, dtype, build_function=fake.build_fake_model
         )
         groups = models.list_shard_groups(model, net)
-        made = fake.make_strategy_with_substitutes(request)
+        made = fake.make_strategy_for_fake_tensors(request)
         if request.is_worker_of_server:
             made.connect = partial(channel_to_nobody, made)
         worker = Worker(s, 0, workers, workers, DEVICE, RunFolder(Path()), groups)
@@ -237,7 +237,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         assert {(x.device, x.dtype) for x in losses} == {(DEVICE, dtype)}, losses
         assert all(p.is_contiguous() and p.device == DEVICE for p in net.parameters())
         assert strategy != "single" or measured == seen
-        made.model_states()
+        made.compute_model_state_bytes()
         return seen
 
 

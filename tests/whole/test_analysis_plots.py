@@ -28,7 +28,7 @@ from stratbench.analysis.figures.tradeoffs import (
     PARTS,
     REST,
     draw_tradeoff,
-    find_box_for_name,
+    find_free_box_for_name,
 )
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import read_cells
@@ -80,7 +80,7 @@ def draw():
 
 
 def all_figures(data):
-    return list(plots.iter_figure_names(data))
+    return list(plots.iter_figure_names_and_worker_counts(data))
 
 
 @pytest.mark.slow
@@ -263,14 +263,14 @@ def test_scores_that_round_to_one_value_are_drawn_as_one(tmp_path, draw):
 def test_a_name_lies_over_no_point_and_no_other_name():
     page, point = Bbox([[0, 0], [300, 240]]), Bbox([[195, 115], [205, 125]])
     above, below = Bbox([[196, 128], [206, 138]]), Bbox([[150, 100], [250, 112]])
-    free = find_box_for_name((200, 120), 60, [point], page)
+    free = find_free_box_for_name((200, 120), 60, [point], page)
     assert (free.x0, free.y0) == (196, 120 + ABOVE - NAME / 2)
     for taken in ([above], [above, below]):
-        found = find_box_for_name((200, 120), 60, [point, *taken], page)
+        found = find_free_box_for_name((200, 120), 60, [point, *taken], page)
         assert not any(found.overlaps(other) for other in (point, *taken))
     # At the right edge it stays on the page, and where all is taken it lies somewhere all the same.
-    assert find_box_for_name((295, 120), 60, [], page).x1 == page.x1
-    found = find_box_for_name((200, 120), 60, [page], page)
+    assert find_free_box_for_name((295, 120), 60, [], page).x1 == page.x1
+    found = find_free_box_for_name((200, 120), 60, [page], page)
     assert Bbox.intersection(found, page).bounds == pytest.approx(found.bounds)
 
 
@@ -380,7 +380,7 @@ def test_only_a_long_name_is_cut_and_in_its_middle():
 
 def test_marks_that_would_overlap_stand_in_lanes_of_their_row():
     row = rows.FigureRow("a", [rows.Point(v, workers_text="1") for v in (1.0, 1.01, 1.02, 5.0)])
-    lanes = list(rows.assign_lanes_to_points(row, rows.RowScale((1, 6), True, 200)))
+    lanes = list(rows.iter_non_overlapping_lane_indices(row, rows.RowScale((1, 6), True, 200)))
     assert lanes == [0, 1, 2, 0]
 
 

@@ -100,7 +100,9 @@ def write_page(
         log.write_text("constructed\n")
     out = study_dir / "partial" if "--partial" in options else study_dir
     out.mkdir(exist_ok=True)
-    asked = collect.Expectations(target_scores={cell.experiment: 0.6 for cell in cells})
+    asked = collect.Expectations(
+        target_scores_by_experiment={cell.experiment: 0.6 for cell in cells}
+    )
     collect.collect_records(cells, study_dir, out / "cells.csv", out / "epochs.csv", asked)
     common = ["--cells", str(out / "cells.csv")]
     records = ["--study-dir", str(study_dir)]
@@ -348,11 +350,13 @@ def test_the_audit_says_which_findings_touch_a_choice():
         findings.assign(severity=["note", "unusable", *["warning"] * 4]), answers
     )
     assert [r["severity"] for r in listed] == ["unusable", *["warning"] * 4, "note"]
-    assert audit_section.format_audit_lead(listed, answers) == (
+    assert audit_section.format_audit_summary_sentence(listed, answers) == (
         "These rules concern a choice or its nearest rival: next, of another, on all."
     )
     untouched = [rule for rule in listed if not rule["touches"]]
-    assert audit_section.format_audit_lead(untouched, answers).startswith("No doubtful finding")
+    assert audit_section.format_audit_summary_sentence(untouched, answers).startswith(
+        "No doubtful finding"
+    )
 
 
 def test_mixed_machines_are_pointed_out(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from test_analysis_decide import MIB, cell, decided, failed, finding, repeats
 
 from stratbench.analysis.decision.claim import format_percentage
-from stratbench.analysis.decision.decide import list_named_answers
+from stratbench.analysis.decision.decide import list_model_names_and_answers
 from stratbench.analysis.decision.short import ShortAnswer, format_duration, format_summary_line
 from stratbench.analysis.report.answer_rows import compute_ratio_position_px, iter_answer_row_values
 
@@ -159,10 +159,13 @@ def test_a_sure_answer_says_by_how_much_and_which_rival_needs_less_memory():
     assert decision.short_answer.runner_up == "fsdp × 4 takes 40 % longer, with 40 % less memory"
     assert decision.short_answer.memory_note.endswith("fsdp × 4: 40 % less")
     assert "ddp × 4 for vgg16 (fsdp × 4 takes 40 % longer, with" in format_summary_line(
-        list_named_answers([decision])
+        list_model_names_and_answers([decision])
     )
     others = [decision, replace(decision, experiment="other")]
-    assert [name for name, _ in list_named_answers(others)] == ["vgg16 in e", "vgg16 in other"]
+    assert [name for name, _ in list_model_names_and_answers(others)] == [
+        "vgg16 in e",
+        "vgg16 in other",
+    ]
 
 
 def test_memory_is_weighed_only_against_rivals_that_are_told_apart():

@@ -126,7 +126,7 @@ def test_a_time_to_the_target_says_how_many_repeats_never_reached_it(tmp_path):
 
     cells = small(repeats=3)
     study_dir = fixture.write_study(tmp_path, cells, change=change)
-    asked = collect.Expectations(target_scores={"main": 0.8})
+    asked = collect.Expectations(target_scores_by_experiment={"main": 0.8})
     collect.collect_records(
         cells, study_dir, study_dir / "cells.csv", study_dir / "epochs.csv", asked
     )
@@ -181,7 +181,7 @@ def test_a_cell_without_a_result_is_printed_as_such_in_every_table(tmp_path, sta
     assert pick(summary, "speedup", "ddp", 4) == f"n/a (1 worker: {printed})"
     assert pick(summary, "efficiency", "ddp", 2) == f"n/a (1 worker: {printed})"
     assert pd.notna(pick(summary, "speedup_vs_single", "ddp", 4, "value"))
-    lines = tables.build_lines_by_worker_count(cells, summary, MEASURES["training_time"])
+    lines = tables.build_worker_counts_and_table_lines(cells, summary, MEASURES["training_time"])
     table = tables.build_summary_text_table(cells, *lines)
     assert table.loc[table["strategy"] == "ddp", "1 GPU"].item() == printed
 
@@ -258,7 +258,7 @@ def test_every_caption_says_what_a_worker_is(tmp_path):
     assert "different devices" in mixed
     assert "one GPU" in mixed
     assert "CPU process" in mixed
-    lines = tables.build_lines_by_worker_count(cpu, summary, MEASURES["memory"])
+    lines = tables.build_worker_counts_and_table_lines(cpu, summary, MEASURES["memory"])
     assert "4 CPU processes" in tables.build_summary_text_table(cpu, *lines).columns
 
 
@@ -272,7 +272,7 @@ def test_a_study_whose_only_cell_timed_out_says_what_it_knows(tmp_path):
     folder = tmp_path / "tables" / "main"
     folder.mkdir(parents=True)
     (folder / "memory.md").write_text("of an earlier run")
-    assert tables.write_tables(found, summary, tmp_path / "tables") == 1
+    assert tables.write_and_count_tables(found, summary, tmp_path / "tables") == 1
     assert sorted(p.name for p in folder.iterdir()) == [
         f"training_time.{kind}" for kind in ("csv", "md", "tex")
     ]

@@ -157,7 +157,7 @@ def differences(trained: Trained) -> Iterator[str]:
     made = footprint_of(s.request)
     if made.model_states_bytes != memory["model_states"]:
         yield f"model states: planned {made.model_states_bytes}, held {memory['model_states']}"
-    planned_bytes = against.compute_sent_bytes_per_step_as_recorded(s, made)
+    planned_bytes = against.predict_recorded_sent_bytes_per_step(s, made)
     sent_bytes = (trained.record["communication"] or {}).get("sent_bytes_per_step")
     if sent_bytes is not None and sent_bytes != pytest.approx(planned_bytes, rel=1e-6):
         yield f"bytes sent: planned {planned_bytes}, counted {sent_bytes}"

@@ -28,7 +28,7 @@ from stratbench.telemetry.memory import MemoryMeter
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train import loop
 from stratbench.workload.data import placement
-from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.datasets import make_dataset_metadata
 from stratbench.workload.data.device_data import DeviceData
 from stratbench.workload.data.placement import HostRows
 from stratbench.workload.data.prepare import prepare_data_set
@@ -287,7 +287,7 @@ def test_on_cuda_copies_wait_for_the_step_and_the_step_for_the_copy(monkeypatch)
 
 
 def test_the_plan_counts_two_batches_and_names_the_remedy():
-    data = describe_data_set("cifar10")
+    data = make_dataset_metadata("cifar10")
     sample = 3 * 32 * 32 + 8
     assert (
         compute_batch_buffer_bytes(data, 64, augment=False)
@@ -295,7 +295,7 @@ def test_the_plan_counts_two_batches_and_names_the_remedy():
     )
     assert compute_batch_buffer_bytes(data, 64, augment=True) == 2 * 64 * (sample + 24)
     assert (
-        compute_batch_buffer_bytes(describe_data_set("chain", TEXT), 4, augment=False)
+        compute_batch_buffer_bytes(make_dataset_metadata("chain", TEXT), 4, augment=False)
         == 2 * 4 * 2 * 8 * 4
     )
 

@@ -21,7 +21,7 @@ from stratbench.extensions.plan.pages.check_text import format_check_result
 from stratbench.strategies import get_strategy_class
 from stratbench.study.config.config import load_config
 from stratbench.workload import users_code
-from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.datasets import make_dataset_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -106,7 +106,7 @@ def test_a_record_counts_what_is_frozen_and_what_is_trained(trained, strategy):
     forward, training = (compute[f"{name}_flops_per_sample"] for name in ("forward", "training"))
     assert forward < training < 2 * forward
     planned = footprint.make_footprint(
-        Request.from_settings(s, describe_data_set("tiny", TINY), False, s.gpus)
+        Request.from_settings(s, make_dataset_metadata("tiny", TINY), False, s.gpus)
     )
     assert planned.model_states_bytes == found["memory"]["model_states"]
     assert planned.training_flops_per_sample == training

@@ -125,7 +125,7 @@ def trained_as(
     call: str, classes: int = 10, shape: tuple[int, ...] = (1, 8, 8), **spec
 ) -> nn.Module:
     said = {"call": call, "kwargs": {}, "wrap_classes": None} | spec
-    model = models.make_model_metadata("mine", said)
+    model = models.make_metadata_or_keep_name("mine", said)
     net = models.build_model_for_training(model, classes, shape, 0, CPU, torch.float32)
     groups = models.list_shard_groups(model, net)
     models.run_model_trial(model, net, classes, shape, groups, TASK, torch.float32)
@@ -154,7 +154,9 @@ def test_placeholders_stand_anywhere_in_kwargs():
 
 def test_the_network_of_torchvision_has_three_channels_by_name_and_by_call():
     for call in ("torchvision.models.resnet18", "torchvision.models:resnet18"):
-        model = models.make_model_metadata("r", {"call": call, "kwargs": {}, "wrap_classes": None})
+        model = models.make_metadata_or_keep_name(
+            "r", {"call": call, "kwargs": {}, "wrap_classes": None}
+        )
         assert models.compute_input_shape(model, (1, 8, 8)) == (3, 32, 32)
     net = models.build_model_for_training(model, 7, (3, 32, 32), 0, CPU, torch.float32)
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 7)
@@ -187,7 +189,7 @@ OF_TORCHVISION = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TORCHVISION)
 def test_a_network_of_torchvision_works_by_its_name_alone(name):
-    model = models.make_model_metadata(name, models.get_model_specification(name, {}))
+    model = models.make_metadata_or_keep_name(name, models.get_model_specification(name, {}))
     shape = models.compute_input_shape(model, (1, 28, 28))
     with FakeTensorMode(allow_non_fake_inputs=True):
         net = models.build_fake_model(model, 10, shape).train()
@@ -397,7 +399,7 @@ def test_a_network_that_reads_values_while_it_is_built_is_planned_all_the_same(n
     config, study = study_of({"call": f"{nets}.Depths"}, tmp_path)
     footprint = make_footprint_or_error(make_cell_to_plan(config, study, study.cells[0]).request)
     assert footprint.model_states_bytes["parameters_bytes"] == 4 * 650
-    model = models.get_model(study.settings(study.cells[0]))
+    model = models.get_model_or_name(study.settings(study.cells[0]))
     build = lambda: models.build_fake_model(model, 10, (1, 8, 8))  # noqa: E731
     assert count_flops(build, (1, 8, 8))["forward_flops_per_sample"] == 2 * 64 * 10
 

@@ -89,7 +89,7 @@ def test_the_demo_fits_on_small_nodes():
             cell, settings, configuration["cluster"], study.time_limit_s(cell)
         )
         assert (
-            nodes.job_too_large_reason(cell, settings, asked, nodes.parse_sinfo(SMALL_NODES))
+            nodes.explain_oversized_job(cell, settings, asked, nodes.parse_sinfo(SMALL_NODES))
             is None
         )
         assert asked.cpus <= 5

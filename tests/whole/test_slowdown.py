@@ -183,7 +183,7 @@ def test_a_factor_adds_what_is_missing(naps):
     for _ in range(4):
         slow.sleep_before_backward()
     assert naps == pytest.approx([0.2] * 4)
-    assert slow.summarize_delays()["mean_factor"] == 3.0
+    assert slow.summarize_slowdown()["mean_factor"] == 3.0
 
 
 def test_nobody_is_slowed_without_a_factor(naps):

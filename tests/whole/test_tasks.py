@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launching import settings
 from stratbench.analysis.figures.figure_data import build_figure_data
-from stratbench.analysis.figures.plots import draw_figure, iter_figure_names
+from stratbench.analysis.figures.plots import draw_figure, iter_figure_names_and_worker_counts
 from stratbench.analysis.records import collect
 from stratbench.analysis.records.columns import COLUMNS, read_cells, read_epochs
 from stratbench.analysis.records.measures import map_measures_by_name
@@ -57,7 +57,7 @@ def test_batches_add_up_to_the_score_of_the_whole_test_set(name, parts):
     torch.manual_seed(0)
     outputs, targets = torch.randn(*shape, 6), torch.randint(0, 6, shape)
     sums = sum(
-        tasks.compute_batch_sums(task, x, y)
+        tasks.compute_loss_and_score_sums(task, x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
     loss, score, error, left_out = tasks.compute_test_loss_and_score(sums.tolist())
@@ -246,7 +246,7 @@ def checked(call: str) -> tasks.Task:
 
 def test_a_task_of_ones_own_says_its_score_and_is_summed(own_tasks):
     task = checked(f"{own_tasks}:Top3")
-    sums = tasks.compute_batch_sums(task, torch.eye(5), torch.arange(5))
+    sums = tasks.compute_loss_and_score_sums(task, torch.eye(5), torch.arange(5))
     assert tasks.compute_test_loss_and_score(sums.tolist())[1:] == (1.0, 0.0, 0)
     facts = tasks.describe_task(task, "mine", 10, (1, 8, 8), 1.2)
     assert (facts["score"], facts["guess"], facts["least_loss"]) == ("top-3 accuracy", None, None)
@@ -364,7 +364,7 @@ def test_what_does_not_count_is_in_no_loss_and_no_score(parts):
     outputs, targets = torch.randn(6, 4, 5), torch.randint(1, 5, (6, 4))
     targets[1], targets[3, 1:], targets[5, :2] = 0, 0, 0
     sums = sum(
-        tasks.compute_batch_sums(Some(), x, y)
+        tasks.compute_loss_and_score_sums(Some(), x, y)
         for x, y in zip(outputs.split(parts), targets.split(parts), strict=True)
     )
     found = tasks.compute_test_loss_and_score(sums.tolist())
@@ -390,7 +390,7 @@ def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):
         task = tasks.create_own_task(call)
         assert tasks.compute_output_shape(task, [2, 3], 3) == shape
         task_trial.check_task_outputs(task, tasks.OwnTask(call), 3, [2, 3])
-        sums = tasks.compute_batch_sums(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
+        sums = tasks.compute_loss_and_score_sums(task, torch.ones(2, *shape[1:]), torch.zeros(2, 3))
         found = tasks.compute_test_loss_and_score(sums.tolist())
         assert found.score == 1.0
         assert found.loss > 0
@@ -520,7 +520,7 @@ def test_a_plan_of_steps_ends_within_its_last_epoch():
     log = EpochLog(plan, None)
     store = type("Store", (), {"shards": {}, "buffers": None})
     for number in range(18):
-        log.count_ticket(number, float(number), store)
+        log.count_completed_ticket(number, float(number), store)
     assert log.is_complete
     assert [end["end_s"] for end in log.ends] == [7.0, 15.0, 17.0]
     with pytest.raises(ValueError, match="must end within the last epoch"):
@@ -587,7 +587,7 @@ def study(tmp_path_factory) -> tuple[Path, pd.DataFrame, list[dict]]:
         for c in fixture.expand(names, ("vgg16",), (1, 2), experiment=name, dataset=name)
     ]
     folder = fixture.write_study(root, cells, change=lambda c, r: kinds[c.experiment](r))
-    asked = collect.Expectations(target_scores={"text": 1.7, "images": 0.9})
+    asked = collect.Expectations(target_scores_by_experiment={"text": 1.7, "images": 0.9})
     assert (
         collect.collect_records(cells, folder, folder / "cells.csv", folder / "epochs.csv", asked)
         == []
@@ -624,14 +624,14 @@ def test_experiments_of_different_tasks_stand_side_by_side(study, tmp_path):
     single = by["text"][by["text"]["strategy"] == "single"].iloc[0]
     assert rates["text"] == pytest.approx(32 * single["throughput_samples_per_s"])
     # Tables and figures name it, with the least possible loss.
-    tables.write_tables(cells, summary, tmp_path)
+    tables.write_and_count_tables(cells, summary, tmp_path)
     text = (tmp_path / "text" / "score.md").read_text()
     assert "The lowest possible loss on this data set is 1.500 nats/token." in text
     assert "accuracy of" not in text.lower()
     assert not (tmp_path / "steps" / "score.md").exists()
     data = build_figure_data(cells, read_epochs(folder / "epochs.csv"), summary)
     drawn = {one.experiment: one for one in data}
-    assert not {name for name, _ in iter_figure_names(drawn["steps"])} & {
+    assert not {name for name, _ in iter_figure_names_and_worker_counts(drawn["steps"])} & {
         "score",
         "score_over_time",
     }

@@ -71,23 +71,23 @@ TASKS = {"ignoring": Ignoring, "by class": ByClass}
 class OwnMean(DDP):
     """A mutant: the mean of the workers' means."""
 
-    def average_batch_weight(self, own):
+    def average_target_weight_over_replicas(self, own):
         return own
 
 
 class LastPart(DDP):
     """A mutant: the gradients of all parts are divided by the weight of the last."""
 
-    def correct_by_weight(self, loss, full):
+    def rescale_by_target_weight(self, loss, full):
         self.part_weights = self.part_weights[-1:]
-        return super().correct_by_weight(loss, full)
+        return super().rescale_by_target_weight(loss, full)
 
 
 class EveryoneCounts(DDP):
     """A mutant: workers are taken for as many copies of the network more."""
 
-    def average_batch_weight(self, own):
-        return super().average_batch_weight(own) / 2
+    def average_target_weight_over_replicas(self, own):
+        return super().average_target_weight_over_replicas(own) / 2
 
 
 class Unweighed(SyncPolicy):
@@ -185,7 +185,7 @@ def trajectory(
     strategy.restore(saved)
     batches = islice(strategy.batches(torch.arange(len(x)), 0), STEPS)
     losses = torch.stack([strategy.step(x[i], y[i]) for i in batches])
-    if not worker.mesh.reports_for_replica(rank):
+    if not worker.mesh.reports_replica_results(rank):
         losses.zero_()
     if world > 1:
         dist.all_reduce(losses)

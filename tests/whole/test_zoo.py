@@ -415,9 +415,9 @@ def test_the_check_says_of_each_network_what_a_run_does(name, monkeypatch):
         way: Request(settings_of(name, way), (1, 4, 4), CLASSES, WAYS[way][2], eval_batch=6)
         for way in QUICK_WAYS
     }
-    network = check.check_network(requests["single"])
+    network = check.check_neural_network(requests["single"])
     for way, request in requests.items():
-        said = network.fault or check.rehearse_strategy(request, network).refusal_reason
+        said = network.fault or check.dry_run_strategy(request, network).refusal_reason
         reason = REFUSED.get(name, {}).get(way)
         assert (said is None) == (reason is None), (way, said)
         assert reason is None or reason in said
@@ -447,7 +447,7 @@ class Loose(zoo.Base):
 def test_what_is_worth_knowing_is_remarked(kind, said):
     model = kind(CLASSES)
     x, y = samples(2, 0)
-    with generators.restore_random_generators():
+    with generators.preserve_random_generators():
         found = trial.run_trial_steps("it", model, x, y, [2, CLASSES], (), CLASSES)
     remarks = list(iter_model_remarks(model, found))
     assert len(remarks) == len(said)
@@ -481,7 +481,7 @@ def test_fake_tensors_pass_again_only_where_numbers_of_python_or_numpy_are_drawn
         drawn.append(draw())
         return drawn[-1]
 
-    with generators.restore_random_generators(), FakeTensorMode(allow_non_fake_inputs=True):
+    with generators.preserve_random_generators(), FakeTensorMode(allow_non_fake_inputs=True):
         model = Skips(CLASSES, drawing)
         with Changes(model) as changes:
             found = trial.find_randomly_called_modules(model, torch.zeros(2, 1, 4, 4), changes)

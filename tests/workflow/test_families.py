@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny_study import Workflow, tiny_config
 
-from stratbench.extensions.plan.against_records import compute_sent_bytes_per_step_as_recorded
+from stratbench.extensions.plan.against_records import predict_recorded_sent_bytes_per_step
 from stratbench.extensions.plan.footprint.footprint import make_footprint
 from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.study.config.config import load_config
@@ -109,4 +109,4 @@ def test_what_they_hold_and_send_is_what_was_planned(trained):
             footprint = make_footprint(s.request)
             assert record["memory"]["model_states"] == footprint.model_states_bytes
             said = record["communication"]["sent_bytes_per_step"]
-            assert said == pytest.approx(compute_sent_bytes_per_step_as_recorded(s, footprint))
+            assert said == pytest.approx(predict_recorded_sent_bytes_per_step(s, footprint))

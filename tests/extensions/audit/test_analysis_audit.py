@@ -21,7 +21,7 @@ from stratbench.extensions.audit import audit
 from stratbench.extensions.audit.across_cells.machines import (
     find_tensor_parallel_groups_across_nodes,
 )
-from stratbench.extensions.audit.traffic import compute_min_bytes_per_s
+from stratbench.extensions.audit.traffic import compute_min_traffic_bytes_per_s
 
 MODELS = ("vgg16",)
 
@@ -201,9 +201,9 @@ def test_implied_traffic_is_that_of_the_algorithm(
         global_batch=64,
         train_time_s=10.0,
     )
-    assert compute_min_bytes_per_s(row) == pytest.approx(expected)
+    assert compute_min_traffic_bytes_per_s(row) == pytest.approx(expected)
     row.train_time_s = None
-    assert compute_min_bytes_per_s(row) is None
+    assert compute_min_traffic_bytes_per_s(row) is None
 
 
 def test_a_peak_that_sharding_cannot_reach_is_found_in_the_figure_that_is_printed(tmp_path):
@@ -314,7 +314,7 @@ def test_doubted_figures_are_marked_and_others_are_not(tmp_path):
     assert list(zip(flagged["strategy"], flagged["gpus"], flagged["measure"], strict=True)) == [
         ("ddp", 2, "score")
     ]
-    lines = tables.build_lines_by_worker_count(rows, summary, MEASURES["score"])
+    lines = tables.build_worker_counts_and_table_lines(rows, summary, MEASURES["score"])
     table = tables.build_summary_text_table(rows, *lines).set_index("strategy")
     assert table.loc["ddp", "2 GPUs"] == "20.00 †"
     assert "†" not in table.loc["ddp", "4 GPUs"]

@@ -55,7 +55,7 @@ def made(name: str, precision: str) -> Any:
 def held(strategy: Any) -> list[Any]:
     """All that tells two trainings apart."""
     report = strategy.report()
-    tensors = [t.clone() for t in strategy.state_tensors()]
+    tensors = [t.clone() for t in strategy.list_training_state_tensors()]
     return [*tensors, report["updates_applied"], report["details"]["skipped_steps"]]
 
 
@@ -77,12 +77,12 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(
     for i in batches[:3]:
         first.step(x[i], y[i])
     checkpoints.write_checkpoint(
-        tmp_path, 3, first.state_tensors(), {"counts": first.export_counts()}
+        tmp_path, 3, first.list_training_state_tensors(), {"counts": first.export_step_counts()}
     )
     second.step(3 * x[:BATCH], y[:BATCH])  # whatever it held is written over
     second.reset()
-    checkpoints.read_checkpoint_into_tensors(tmp_path, 3, second.state_tensors())
-    second.load_counts(checkpoints.read_checkpoint_metadata(tmp_path, 3)["counts"])
+    checkpoints.read_checkpoint_into_tensors(tmp_path, 3, second.list_training_state_tensors())
+    second.load_step_counts(checkpoints.read_checkpoint_metadata(tmp_path, 3)["counts"])
     for i in batches[3:]:
         second.step(x[i], y[i])
     assert equal(held(second), held(whole))
@@ -99,7 +99,7 @@ def test_that_test_sees_what_is_forgotten(forgotten: str, tmp_path: Path) -> Non
         whole.step(x, y)
     for _ in range(3):
         first.step(x, y)
-    tensors = second.state_tensors()
+    tensors = second.list_training_state_tensors()
     state = get_optimizer_state(second.optimizer).values()
     lost = {
         "counts": [],
@@ -107,12 +107,12 @@ def test_that_test_sees_what_is_forgotten(forgotten: str, tmp_path: Path) -> Non
         "buffers": list(second.model.buffers()),
     }[forgotten]
     before = [t.clone() for t in lost]
-    for mine, other in zip(tensors, first.state_tensors(), strict=True):
+    for mine, other in zip(tensors, first.list_training_state_tensors(), strict=True):
         mine.copy_(other)
     for t, old in zip(lost, before, strict=True):
         t.detach().copy_(old)
     if forgotten != "counts":
-        second.load_counts(first.export_counts())
+        second.load_step_counts(first.export_step_counts())
     for _ in range(STEPS - 3):
         second.step(x, y)
     assert not equal(held(second), held(whole))
@@ -160,11 +160,11 @@ def keep(job: Job, rank: int, *steps: int) -> None:
 def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: Path) -> None:
     job = attempts.make_next_attempt_job(job_in(tmp_path), None)
     assert job.earlier_attempts == ()
-    begun = job.earlier_attempts or attempts.find_last_write_time_s(job.folder)
+    begun = job.earlier_attempts or attempts.find_last_write_unix_s(job.folder)
     assert begun is None  # nothing was written to the run folder yet
     keep(job, 0, 3, 6, 9)
     keep(job, 1, 3, 6)
-    attempts.delete_older_checkpoints(job.folder, 0, 2)
+    attempts.delete_checkpoints_before_common_step(job.folder, 0, 2)
     assert checkpoints.list_checkpoint_steps(attempts.get_checkpoint_folder(job.folder, 0)) == {
         6,
         9,
@@ -172,7 +172,7 @@ def test_an_attempt_goes_on_from_the_newest_checkpoint_that_all_have(tmp_path: P
     left = attempts.get_checkpoint_folder(job.folder, 1) / ".0123456789abcdef.checkpoint-9.bin"
     left.write_bytes(b"half of it")
     job.folder.get_log_path("rank0").write_text("alive")
-    ended_s = attempts.find_last_write_time_s(job.folder)
+    ended_s = attempts.find_last_write_unix_s(job.folder)
     again = attempts.make_next_attempt_job(job_in(tmp_path), ended_s)
     assert again.earlier_attempts[-1]["next_step"] == 6
     # Two attempts of a GPU's may differ in the last bits: all go on with one's.
@@ -191,10 +191,10 @@ def test_nobody_goes_on_with_another_training(change: dict[str, Any], tmp_path: 
     keep(job, 1, 3)
     job.folder.get_log_path("rank0").write_text("alive")
     other = attempts.make_next_attempt_job(
-        job_in(tmp_path, **change), attempts.find_last_write_time_s(job.folder)
+        job_in(tmp_path, **change), attempts.find_last_write_unix_s(job.folder)
     )
     assert other.earlier_attempts == ()
-    assert attempts.find_common_step(job.folder, 2) is None
+    assert attempts.find_newest_common_checkpoint_step(job.folder, 2) is None
 
 
 # ---------------------------------------------------------------- real processes
@@ -217,7 +217,7 @@ def losses(launched: LaunchedCell) -> list[float]:
 def is_past(launched: LaunchedCell, step: int) -> bool:
     """Whether all its workers have a checkpoint of so many steps, or it has ended."""
     return launched.process.poll() is not None or step <= (
-        attempts.find_common_step(launched.folder, 2) or 0
+        attempts.find_newest_common_checkpoint_step(launched.folder, 2) or 0
     )
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_whatever_the_reason(
     tmp_path: Path,
 ) -> None:
     writer = checkpoints.AsyncCheckpointWriter(tmp_path)
-    writer.start_checkpoint_write(3, [torch.zeros(1)], metadata={"counts": {1, 2}})
+    writer.start_checkpoint_write_unless_busy(3, [torch.zeros(1)], metadata={"counts": {1, 2}})
     with pytest.raises(TypeError, match="set is not JSON serializable"):
         writer.wait_for_checkpoint_write()
 
@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
         return CheckpointWriter(job, strategy, None, strategy.worker, phases)
 
     keeper = keeper_after()
-    keeper.restore_start(clock, [])
+    keeper.restore_training_start(clock, [])
     folder = attempts.get_checkpoint_folder(strategy.worker.folder, 0)
     for step in (2, 4):
         clock.begin_epoch()
@@ -294,7 +294,7 @@ def test_a_damaged_checkpoint_is_deleted_so_that_the_next_attempt_takes_the_one_
     assert held != path.read_bytes()
     path.write_bytes(held)
     with pytest.raises(checkpoints.DamagedCheckpoint, match="changed after"):
-        keeper_after({"next_step": 4}).restore_start(clock, [])
+        keeper_after({"next_step": 4}).restore_training_start(clock, [])
     assert checkpoints.list_checkpoint_steps(folder) == set()
 
 
@@ -330,7 +330,7 @@ def test_a_checkpoint_that_the_disk_does_not_keep_is_none(
     writer = checkpoints.AsyncCheckpointWriter(
         tmp_path, lambda folder, step: checkpoints.delete_checkpoints(folder, step)
     )
-    writer.start_checkpoint_write(6, [torch.zeros(1)])
+    writer.start_checkpoint_write_unless_busy(6, [torch.zeros(1)])
     with pytest.raises(OSError, match="Input/output error"):
         writer.wait_for_checkpoint_write()
     assert checkpoints.list_checkpoint_steps(tmp_path) == {3}

@@ -20,7 +20,7 @@ from launching import LIMITS_S, LaunchedCell, assert_gone, settings, until
 from stratbench.cell import record
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
-from stratbench.extensions.commands.files import find_files_in_arguments
+from stratbench.extensions.commands.files import find_files_by_argument
 from stratbench.extensions.commands.process import find_rendezvous_address
 from stratbench.extensions.commands.reading import ReportError, read_report
 from stratbench.extensions.plan.check import check_study
@@ -396,9 +396,9 @@ def test_the_files_of_a_command_are_its_script_and_what_lies_beside_it(tmp_path,
     ):
         Path(name).write_text(text)
     Path("data.bin").write_bytes(b"\0\1")
-    found = find_files_in_arguments(["python", "train.py", "c.yaml", "data.bin", "{seed}"])
+    found = find_files_by_argument(["python", "train.py", "c.yaml", "data.bin", "{seed}"])
     assert list(found) == ["c.yaml", "net.py", "train.py"]
-    assert list(find_files_in_arguments(["python", "-m", "train"])) == ["net.py", "train.py"]
+    assert list(find_files_by_argument(["python", "-m", "train"])) == ["net.py", "train.py"]
     before = hash_named_files(found)
     Path("net.py").write_text("x = 1")
     assert hash_named_files(found) != before
@@ -411,7 +411,7 @@ def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
     with psutil.Popen([sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()"],
                       stdin=-1, stdout=-1) as child:  # fmt: skip
         child.stdout.readline()
-        watched.read_new_processes()
+        watched.read_new_processes_if_any()
         alone, together = watched.sample_processes()
         child.stdin.close()
     assert alone["id"] == "rank0"

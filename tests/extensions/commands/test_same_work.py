@@ -16,7 +16,7 @@ from stratbench.extensions.audit.audit import audit_cells
 from stratbench.extensions.commands.same_work import (
     INCOMPARABLE,
     iter_command_notices,
-    judge_same_work,
+    set_same_work_column,
 )
 
 DDP = ("main", "ddp", 2, 0)
@@ -34,7 +34,7 @@ def rows(change=lambda record: None, of=planted.STRATEGIES):
     record["cell"]["strategy"] = "mine"
     change(record)
     mine = dict.fromkeys(COLUMNS) | planted.row(record)
-    judge_same_work([*found, mine])
+    set_same_work_column([*found, mine])
     return [*found, mine]
 
 
@@ -109,7 +109,7 @@ def test_commands_alone_are_held_to_each_other():
     second["strategy"] = "another"
     for row in (first, second):
         row["status"] = "ok"
-    judge_same_work([first, second])
+    set_same_work_column([first, second])
     assert {first["same_work"], second["same_work"]} == {"yes"}
 
 

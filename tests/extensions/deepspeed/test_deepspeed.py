@@ -213,7 +213,7 @@ def trajectory(
         "weights": whole_weights(strategy),
         "scores": scores,
         "sent": (strategy.communication() or {}).get("sent_bytes_per_step"),
-        "states": strategy.model_states(),
+        "states": strategy.compute_model_state_bytes(),
         "report": strategy.report(),
     }
 
@@ -247,7 +247,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
     """Of real steps, as the plan has them of fake ones: bytes at the peak and between, and what is sent."""
     request = request_for(stage, model, world)
     net = models.build_model_for_training(model, 10, request.input_shape, 0, CPU, torch.float32)
-    strategy = fake.make_strategy_with_substitutes(request)
+    strategy = fake.make_strategy_for_fake_tensors(request)
     s = replace(request.settings, per_worker_batch=8)
     worker = Worker(
         s, rank, world, world, CPU, RunFolder(Path()), models.list_shard_groups(model, net),
@@ -272,7 +272,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
         trace.begin_phase("evaluate")
     first, last = (phase.first for phase in trace.phases[1:])
     live = trace.list_live_bytes_after_events(first, last)
-    states = strategy.model_states()
+    states = strategy.compute_model_state_bytes()
     return {"peak": max(live), "between": live[0], "sent": sent, "states": states}
 
 
@@ -530,8 +530,8 @@ def test_what_is_missing_is_one_sentence_for_all_cells(installed):
 def test_plan_and_check_say_what_is_missing_and_go_on(installed):
     requests = [request_for(2, "vgg-compact", 2), footprint_request("ddp")]
     for order in (requests, requests[::-1]):
-        network = check.check_network(order[0])
-        found = {r.strategy: check.rehearse_strategy(r, network).refusal_reason for r in order}
+        network = check.check_neural_network(order[0])
+        found = {r.strategy: check.dry_run_strategy(r, network).refusal_reason for r in order}
         assert found == {"deepspeed": sentence("deepspeed", installed), "ddp": None}
     assert check.make_footprint_or_error(requests[0]) == sentence("deepspeed", installed)
 

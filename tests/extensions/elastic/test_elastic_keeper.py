@@ -118,7 +118,7 @@ def test_what_falls_due_just_after_a_look_is_not_left_for_the_longest_pause(tmp_
     assert kept._compute_poll_wait_s(30.0) == 30.0
     kept._cancel_at_s[0] = time.monotonic()
     assert kept._compute_poll_wait_s(30.0) < 1.0
-    kept._poll_live_jobs()
+    kept._poll_jobs_and_detect_changes()
     kept._cancel_at_s.clear()
     kept.stop_submitting_jobs()
     kept._record_job_end(0, JobStatus("ended"))
@@ -292,7 +292,7 @@ def test_a_submission_that_may_pass_is_tried_again_with_its_number(
     monkeypatch.setattr(submission, "SHORTEST_PAUSE_S", 0.05)
     backend = Scripted(passing=["silence", "limit", "silence"])
     with WorkerJobSupervisor(backend, 2, tmp_path / "jobs") as kept:
-        kept._postponed._pause_seconds = 0.05
+        kept._postponed._pause_s = 0.05
         until(lambda: len(backend.jobs) == 2)
         kept.check_can_start_jobs()
     assert backend.tried == [0, 0, 0, 0, 1]
@@ -310,7 +310,7 @@ def test_a_cell_is_given_up_when_sbatch_has_not_answered_for_ten_minutes(
     monkeypatch.setattr(submission, "SILENCE_S", 0.2)
     backend = Scripted(passing=["silence"] * 100)
     kept = WorkerJobSupervisor(backend, 1, tmp_path / "jobs")
-    kept._postponed._pause_seconds = 0.05
+    kept._postponed._pause_s = 0.05
     with kept:
         until(lambda: kept._failure_reason)
         with pytest.raises(NoWorkersError, match="no worker job is accepted: not now"):

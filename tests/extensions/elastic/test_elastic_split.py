@@ -182,7 +182,7 @@ def member(folder: Path, data_dir: Path, epochs: int = 1) -> tuple[ElasticSynchr
 def be_lost_while_meeting(folder: Path, data_dir: Path, rank: int) -> None:
     """Form a group of two, as the first rank give the weights, and be gone before all is sent."""
     split, _ = member(folder, data_dir)
-    for tensor in split.strategy.state_tensors():
+    for tensor in split.strategy.list_training_state_tensors():
         tensor.fill_(7)
     split._group.form_group("once", rank, 2)
     if rank == 0:
@@ -198,7 +198,7 @@ def test_a_meeting_that_fails_leaves_a_members_state_as_it_was(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     split, heard = member(tmp_path, tiny_data)
     try:
-        state = split.strategy.state_tensors()
+        state = split.strategy.list_training_state_tensors()
         before = [t.clone() for t in state]
         checkpoints.write_checkpoint(tmp_path, 9, [torch.full_like(t, 5) for t in state])
         other = forking().Process(
@@ -289,7 +289,7 @@ def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
 
     monkeypatch.setattr(heard, "send_message", say)
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE, raising=False)
-    split.train_until_over(MemoryMeter(CPU))
+    split.train_until_training_ends(MemoryMeter(CPU))
     folder = split.worker.folder
     assert max(checkpoints.list_checkpoint_steps(folder.path)) == step
     evaluated = checkpoints.read_checkpoint_metadata(folder.path, step)["epochs"]
@@ -310,7 +310,7 @@ def test_a_member_of_a_cell_that_has_ended_leaves_no_checkpoint_behind(
     gone = CoordinatorLost("the coordinator is gone")
     monkeypatch.setattr(heard, "send_message", mock.Mock(side_effect=[None, gone]))  # ready, begun
     monkeypatch.setattr(heard, "wait_for_message", lambda: {"what": "form"} | ALONE | {"step": 4})
-    split.train_until_over(MemoryMeter(CPU))
+    split.train_until_training_ends(MemoryMeter(CPU))
     assert split._step == 4
     assert not checkpoints.list_checkpoint_steps(folder.path)
 
@@ -319,7 +319,7 @@ def test_a_damaged_checkpoint_is_deleted_and_the_members_meet_again(
     alone: tuple[ElasticSynchronous, Heard],
 ) -> None:
     split, heard = alone
-    folder, state = split.worker.folder.path, split.strategy.state_tensors()
+    folder, state = split.worker.folder.path, split.strategy.list_training_state_tensors()
     checkpoints.write_checkpoint(folder, 9, state)
     path = checkpoints.get_checkpoint_path(folder, 9)
     path.write_bytes(path.read_bytes()[:-1])
@@ -338,7 +338,7 @@ def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a
     strategy = split.strategy
     if on_a_device:
         split._initial = strategy.save()
-    before = [t.clone() for t in strategy.state_tensors()]
+    before = [t.clone() for t in strategy.list_training_state_tensors()]
     step, taken = strategy.step, []
 
     def step_and_lose_a_peer(x: Any, y: Any) -> Any:
@@ -355,7 +355,7 @@ def test_what_was_computed_in_a_group_that_was_broken_up_counts_for_nothing_on_a
     assert told["step"] == 6
     assert told["epochs"][1][1] == (0 if on_a_device else 2)
     assert told["holds"] == (0 if on_a_device else 6)
-    assert all(map(torch.equal, strategy.state_tensors(), before)) == on_a_device
+    assert all(map(torch.equal, strategy.list_training_state_tensors(), before)) == on_a_device
     # Who leaves then may be the last: others were lost.
     assert checkpoints.list_checkpoint_steps(split.worker.folder.path) == (
         set() if on_a_device else {6}
@@ -445,5 +445,5 @@ def test_a_member_that_never_took_part_ends_in_order(
     if asked_to_leave:
         split._leave_requested.set()
     with pytest.raises(WorkerNotNeeded):
-        split.train_until_over(MemoryMeter(CPU))
+        split.train_until_training_ends(MemoryMeter(CPU))
     assert [said["what"] for said in heard.said] == ["ready", "left"][: 1 + asked_to_leave]

@@ -41,7 +41,10 @@ from stratbench.extensions.elastic.servers.journal import (
     read_last_incarnation_number,
 )
 from stratbench.extensions.elastic.servers.run import ElasticRun
-from stratbench.extensions.elastic.servers.saved_state import StateSaver, save_server_state
+from stratbench.extensions.elastic.servers.saved_state import (
+    StateSaver,
+    save_server_state_and_return_pause_s,
+)
 from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.ps.buffers import BufferMean
 from stratbench.extensions.servers.ps.client import Channel
@@ -263,7 +266,7 @@ def test_what_is_saved_beside_the_shards_is_of_a_moment_after_theirs(tmp_path):
     shard = SimpleNamespace(state=lambda: said.append("shard") or {"floor": 0, "above": set()})
     layout = Layout(4, "float32", 0, "float32", "")
     store = SimpleNamespace(shards={0: shard}, buffers=None, layout=layout)
-    save_server_state(tmp_path, 0, lambda: said.append("facts") or {}, store)
+    save_server_state_and_return_pause_s(tmp_path, 0, lambda: said.append("facts") or {}, store)
     assert said == ["shard", "facts"]
 
 

@@ -23,7 +23,7 @@ from stratbench.command.__main__ import main
 from stratbench.extensions.emit import table
 from stratbench.extensions.emit.choice import MEASUREMENT_SETTINGS, ChosenCell
 from stratbench.extensions.emit.errors import EmitError
-from stratbench.extensions.emit.find import read_chosen_or_named_record
+from stratbench.extensions.emit.find import read_record_to_emit
 from stratbench.strategies import REGISTRY
 from stratbench.study.config.config import load_config
 from stratbench.workload.network.sharding import describe_shard_group_rule
@@ -89,7 +89,7 @@ def each_file() -> list[Any]:
     return [
         pytest.param(strategy, target, options, id=f"{strategy}-{target}-{options}")
         for strategy in table.NAMES_IN_TARGETS
-        for target in table.list_targets_of_strategy(strategy)
+        for target in table.list_emit_targets_of_strategy(strategy)
         for options in OPTIONS.get(strategy, [{}])
     ]
 
@@ -301,7 +301,7 @@ def test_fsdp_reduces_gradients_with_the_parts_that_the_cell_did():
 
 
 def test_a_loss_in_parts_is_told():
-    for target in table.list_targets_of_strategy("ddp"):
+    for target in table.list_emit_targets_of_strategy("ddp"):
         assert "loss_chunks" in emitted("ddp", target, model="gpt-compact", loss_chunks=4)
         assert "loss_chunks" not in emitted("ddp", target, model="gpt-compact")
 
@@ -388,18 +388,16 @@ def decide_on(results: Path, *chosen: tuple[str, int]) -> None:
 
 def test_a_cell_is_found_by_path_by_name_or_as_decided(results):
     path = results / "two/cells/first/ddp/vgg-compact/2gpu/rep1/record.json"
-    assert read_chosen_or_named_record(results, None, str(path))["cell"]["repeat"] == 1
-    assert read_chosen_or_named_record(results, None, str(path.parent))["cell"]["repeat"] == 1
-    found = read_chosen_or_named_record(results, "two", "first/ddp/vgg-compact/2gpu")["cell"]
+    assert read_record_to_emit(results, None, str(path))["cell"]["repeat"] == 1
+    assert read_record_to_emit(results, None, str(path.parent))["cell"]["repeat"] == 1
+    found = read_record_to_emit(results, "two", "first/ddp/vgg-compact/2gpu")["cell"]
     assert (found["study"], found["repeat"]) == ("two", 0)
     assert (
-        read_chosen_or_named_record(results, None, "first/fsdp/vgg-compact/2gpu/rep1")["cell"][
-            "repeat"
-        ]
+        read_record_to_emit(results, None, "first/fsdp/vgg-compact/2gpu/rep1")["cell"]["repeat"]
         == 1
     )
     decide_on(results, ("fsdp", 2))
-    assert read_chosen_or_named_record(results, None, None)["cell"]["strategy"] == "fsdp"
+    assert read_record_to_emit(results, None, None)["cell"]["strategy"] == "fsdp"
 
 
 @pytest.mark.parametrize(
@@ -419,7 +417,7 @@ def test_a_cell_is_found_by_path_by_name_or_as_decided(results):
 )
 def test_a_cell_that_is_not_clear_is_refused_in_a_sentence(results, cell, study, words):
     with pytest.raises(EmitError, match=words):
-        read_chosen_or_named_record(results, study, cell)
+        read_record_to_emit(results, study, cell)
 
 
 def test_of_several_decisions_one_has_to_be_named(results):
@@ -427,7 +425,7 @@ def test_of_several_decisions_one_has_to_be_named(results):
     with pytest.raises(
         EmitError, match="chose 2 cells; name one of first/ddp/vgg-compact/2gpu, first/fsdp"
     ):
-        read_chosen_or_named_record(results, None, None)
+        read_record_to_emit(results, None, None)
 
 
 def test_the_command_prints_or_writes_the_file(results, tmp_path, capsys):
@@ -477,6 +475,6 @@ def test_the_page_shows_what_is_written():
     names = [
         name
         for name in table.NAMES_IN_TARGETS
-        if "accelerate" in table.list_targets_of_strategy(name)
+        if "accelerate" in table.list_emit_targets_of_strategy(name)
     ]
     assert ", ".join(f"`{name}`" for name in names) in page

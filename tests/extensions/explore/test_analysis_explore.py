@@ -181,7 +181,7 @@ def page(browser, study):
     """The study's page, opened anew."""
     folder, cells = study
     path = folder / "explore.html"
-    notices = [report.describe_devices(cells), *report.iter_core_notices(cells, partial=False)]
+    notices = [report.describe_devices(cells), *report.iter_built_in_notices(cells, partial=False)]
     path.write_text(explore.make_study_page(given_of(folder, cells), notices))
     browser.complaints.clear()
     open_page(browser, path)

@@ -20,7 +20,7 @@ from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
 from stratbench.workload.data import own_data, prepared
-from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.datasets import make_dataset_metadata
 from stratbench.workload.data.device_data import DeviceData, make_example_batch
 from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.sources import DataError
@@ -374,7 +374,7 @@ def test_settings_are_the_same_before_and_after_the_data_are_prepared(tmp_path, 
     config, study = study_of(tmp_path, spec)
     assert study.settings(cell) == before
     after = study.get_dataset("mine")
-    assert after == describe_data_set("mine", spec, meta)
+    assert after == make_dataset_metadata("mine", spec, meta)
     assert (after.shape, after.task, after.vocabulary) == (
         facts.shape,
         facts.task,

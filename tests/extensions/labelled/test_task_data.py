@@ -18,7 +18,7 @@ from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload import tasks
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.datasets import make_dataset_metadata
 from stratbench.workload.data.device_data import (
     DeviceData,
     choose_evaluation_batch_size,
@@ -51,7 +51,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def facts_of(source: str) -> Any:
-    return describe_data_set(source, {"source": source, **SPECS[source]})
+    return make_dataset_metadata(source, {"source": source, **SPECS[source]})
 
 
 def test_batches_are_shaped_as_the_example_and_fill_the_bytes_that_the_plan_counts(made):
@@ -101,7 +101,7 @@ def test_the_entropy_between_two_neighbours_is_that_of_all_triples():
     triples = chain.share[:, None, None] * step[:, :, None] * step[None]
     outer = triples.sum(1, keepdims=True)
     ratio = np.divide(triples, outer, where=triples > 0, out=np.ones_like(triples))
-    assert generated.compute_entropy_given_neighbours(chain) == pytest.approx(
+    assert generated.compute_token_entropy_given_neighbours(chain) == pytest.approx(
         -(triples * np.log(ratio)).sum(), abs=1e-9
     )
 
@@ -141,7 +141,7 @@ def test_hidden_tokens_weigh_and_others_are_left_out():
     expected = torch_loss(outputs.flatten(0, 1), targets.flatten(), ignore_index=tasks.IGNORED)
     assert total / weight == pytest.approx(float(expected), rel=1e-6)
     found = tasks.compute_test_loss_and_score(
-        tasks.compute_batch_sums(task, outputs, targets).tolist()
+        tasks.compute_loss_and_score_sums(task, outputs, targets).tolist()
     )
     assert (found.loss, found.score) == pytest.approx((float(expected),) * 2, rel=1e-6)
     assert found.left_out == 12
@@ -237,7 +237,7 @@ def test_what_does_not_go_together_is_told_in_a_sentence(source, entry, changes,
 )  # fmt: skip
 def test_a_value_that_nothing_can_be_made_of_is_told(spec, reason):
     with pytest.raises(DataError, match=reason):
-        describe_data_set("mine", spec)
+        make_dataset_metadata("mine", spec)
 
 
 def test_a_setting_of_ours_names_no_task_where_the_shape_does():

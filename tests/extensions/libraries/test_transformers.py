@@ -174,7 +174,9 @@ def study_of(entry: dict[str, Any], **changes: Any) -> Study:
 
 def built_from(entry: dict[str, Any]) -> nn.Module:
     """The network of an entry of `models`, as a job builds it."""
-    model = models.make_model_metadata("mine", study_of(entry).get_own_model_specification("mine"))
+    model = models.make_metadata_or_keep_name(
+        "mine", study_of(entry).get_own_model_specification("mine")
+    )
     return models.build_model_for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
 
 
@@ -369,7 +371,9 @@ LLAMA = {"transformers": "LlamaForCausalLM", "arguments": TINY}
 
 @with_transformers
 def test_a_model_is_sharded_by_the_classes_that_it_states():
-    model = models.make_model_metadata("mine", study_of(LLAMA).get_own_model_specification("mine"))
+    model = models.make_metadata_or_keep_name(
+        "mine", study_of(LLAMA).get_own_model_specification("mine")
+    )
     built = models.build_model_for_training(model, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
     labels = [label for label, _ in models.list_shard_groups(model, built)]
     assert labels == ["network.model.layers.0", "network.model.layers.1"]
@@ -414,14 +418,18 @@ def test_a_file_says_the_same_as_a_class_and_its_place_does_not_count(tmp_path):
 @with_transformers
 def test_a_vocabulary_and_a_length_may_be_larger_than_the_datas_and_not_smaller():
     larger = LLAMA | {"arguments": TINY | {"vocab_size": 11}}
-    model = models.make_model_metadata("mine", study_of(larger).get_own_model_specification("mine"))
+    model = models.make_metadata_or_keep_name(
+        "mine", study_of(larger).get_own_model_specification("mine")
+    )
     built = built_from(larger)
     groups = models.list_shard_groups(model, built)
     task = tasks.NextToken()
     models.run_model_trial(model, built, VOCABULARY, (POSITIONS,), groups, task, torch.float64)
     assert built(torch.zeros(2, POSITIONS, dtype=torch.long)).shape == (2, POSITIONS, 11)
     gpt2 = {"transformers": "GPT2LMHeadModel", "arguments": OF_GPT2}
-    model = models.make_model_metadata("mine", study_of(gpt2).get_own_model_specification("mine"))
+    model = models.make_metadata_or_keep_name(
+        "mine", study_of(gpt2).get_own_model_specification("mine")
+    )
     longer = models.build_model_for_training(model, VOCABULARY, (2000,), 0, CPU, torch.float32)
     assert longer.network.config.n_positions == 2000
     for key, reason in {
@@ -478,19 +486,21 @@ def test_weights_are_read_again_only_where_their_files_changed(tmp_path, monkeyp
 
 @with_transformers
 def test_texts_and_images_are_told_apart_in_a_sentence():
-    image = models.make_model_metadata(
+    image = models.make_metadata_or_keep_name(
         "mine", study_of(ENTRIES[VIT]).get_own_model_specification("mine")
     )
     with pytest.raises(ModelError, match="the data set has texts, but ViTConfig has no vocab_size"):
         models.build_model_for_training(image, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
-    sound = models.make_model_metadata(
+    sound = models.make_metadata_or_keep_name(
         "mine",
         study_of(ENTRIES["Wav2Vec2ForSequenceClassification"]).get_own_model_specification("mine"),
     )
     reason = "the data set has texts, but Wav2Vec2ForSequenceClassification takes waveforms"
     with pytest.raises(ModelError, match=reason):
         models.build_model_for_training(sound, VOCABULARY, (POSITIONS,), 0, CPU, torch.float64)
-    model = models.make_model_metadata("mine", study_of(LLAMA).get_own_model_specification("mine"))
+    model = models.make_metadata_or_keep_name(
+        "mine", study_of(LLAMA).get_own_model_specification("mine")
+    )
     with pytest.raises(
         ModelError, match="the data set has images, but LlamaConfig has no image_size"
     ):

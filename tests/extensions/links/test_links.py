@@ -21,8 +21,8 @@ from stratbench.extensions.links.collective_cost import (
     CollectiveTime,
     LinkLayout,
     LinkModel,
+    compute_served_cost,
     fit_links,
-    served,
 )
 from stratbench.extensions.links.processes import run_calls_in_processes
 from stratbench.extensions.links.section import TEMPLATE, make_links_section_values
@@ -40,7 +40,7 @@ def made_up(
     algorithm = algorithm or ALGORITHMS[library][kind][0]
     return [
         CollectiveTime(
-            library, kind, at.workers, at.nodes, size, repeat, cost.compute_seconds(TRUE) * noise
+            library, kind, at.workers, at.nodes, size, repeat, cost.compute_time_s(TRUE) * noise
         )
         for at in layouts
         for size in SIZES
@@ -76,7 +76,7 @@ RING, HIERARCHICAL, TREE = ALGORITHMS["nccl"]["all_reduce"]
 def fastest(*algorithms):
     """A library that takes the fastest of these for each tensor."""
     return lambda *call: min(
-        (a(*call) for a in algorithms), key=lambda cost: cost.compute_seconds(TRUE)
+        (a(*call) for a in algorithms), key=lambda cost: cost.compute_time_s(TRUE)
     )
 
 
@@ -104,7 +104,7 @@ def test_nccls_links_give_the_measured_times_back_and_those_on_twice_the_workers
     for at in (*layouts, LinkLayout(2 * last.workers, 2 * last.nodes if last.nodes > 1 else 1)):
         for size in SIZES:
             seconds, _ = read.compute_collective_time(CollectiveCall("all_reduce", size), at)
-            true_s = algorithm("all_reduce", size, at).compute_seconds(TRUE)
+            true_s = algorithm("all_reduce", size, at).compute_time_s(TRUE)
             assert seconds == pytest.approx(true_s, rel=0.01), (at, size)
 
 
@@ -116,13 +116,16 @@ def test_one_count_tells_ring_and_tree_not_apart_and_the_longer_is_said_beyond(a
         at = LinkLayout(workers)
         for size in SIZES:
             seconds, _ = read.compute_collective_time(CollectiveCall("all_reduce", size), at)
-            true_s = algorithm("all_reduce", size, at).compute_seconds(TRUE)
+            true_s = algorithm("all_reduce", size, at).compute_time_s(TRUE)
             assert 0.99 * true_s < seconds < most * true_s
 
 
 def test_a_server_takes_the_pushes_of_all_workers():
     times = made_up(
-        "push_pull", [LinkLayout(1), LinkLayout(2), LinkLayout(4)], served, "servers-tcp"
+        "push_pull",
+        [LinkLayout(1), LinkLayout(2), LinkLayout(4)],
+        compute_served_cost,
+        "servers-tcp",
     )
     (link,) = fit_links(times)
     assert link.bytes_per_s == pytest.approx(5e9, rel=1e-3)
@@ -173,10 +176,10 @@ def test_the_report_shows_every_kind_with_its_fit_and_its_scatter(tmp_path):
 def test_links_are_read_back_for_the_projection(tmp_path):
     links.write_links(tmp_path, made_up("all_reduce", [LinkLayout(2), LinkLayout(4)]), 1.25)
     read = read_links(tmp_path / "links.csv", "gloo")
-    assert read.compute_slowdown == 1.25
+    assert read.computation_slowdown_factor == 1.25
     expected = ALGORITHMS["gloo"]["all_reduce"][0](
         "all_reduce", 1e7, LinkLayout(16)
-    ).compute_seconds(TRUE)
+    ).compute_time_s(TRUE)
     assert read.compute_collective_time(CollectiveCall("all_reduce", 1e7), LinkLayout(16))[
         0
     ] == pytest.approx(expected, rel=1e-3)
@@ -211,7 +214,7 @@ def test_real_processes_measure_every_kind_and_the_servers(tmp_path):
     }
     assert all(0 < float(t["seconds"]) < 60 for t in times)
     found = read_links(tmp_path / "links.csv", "gloo")
-    assert found.compute_slowdown >= 1
+    assert found.computation_slowdown_factor >= 1
     large, small = (
         found.compute_collective_time(CollectiveCall("all_reduce", n), LinkLayout(2))[0]
         for n in (1 << 23, 1 << 10)

@@ -323,7 +323,7 @@ def run(
         "said": strategy.communication(),
         "exchanges": strategy.count_exchanges(STEPS),
         "exchanged_bytes": exchanged_bytes,
-        "states": strategy.model_states(),
+        "states": strategy.compute_model_state_bytes(),
         "kept_bytes": kept,
         "report": strategy.report(),
     }

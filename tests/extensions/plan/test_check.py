@@ -214,7 +214,7 @@ def found_of(name: str, wrap_classes: list[str] | None = None, **changes) -> dic
     config, study = make_model_study({name: wrap_classes}, **changes)
     subjects = [make_cell_to_plan(config, study, cell) for cell in study.cells]
     with tempfile.TemporaryDirectory() as folder:
-        networks, made = check.rehearse_requests([s.request for s in subjects], Path(folder))
+        networks, made = check.dry_run_requests([s.request for s in subjects], Path(folder))
     (network,) = networks.values()
     return {s.cell.strategy: network.fault or made[s.request].refusal_reason for s in subjects}
 
@@ -240,7 +240,7 @@ def test_the_check_says_what_strategies_really_do(name, outcomes):
 def test_a_network_in_a_format_of_its_own_is_told_what_it_is_trained_in():
     config, study = make_model_study({"Halved": None, "HalvedInput": None}, strategies=["ddp"])
     requests = [make_cell_to_plan(config, study, cell).request for cell in study.cells]
-    halved = check.check_network(requests[0])
+    halved = check.check_neural_network(requests[0])
     told = "its code creates parameters in bfloat16, but all strategies train them in float32 (`precision`)"
     assert halved.fault is None
     assert told in halved.remarks
@@ -304,7 +304,7 @@ def test_what_is_too_large_to_be_tried_with_real_numbers_is_not_checked_and_no_f
 def test_an_error_of_fakes_alone_leaves_a_small_network_without_a_prediction_only(tmp_path):
     config, study = make_model_study({"RaisesOnFakes": None}, strategies=["ddp"])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
-    (found,) = checked.rehearsals_by_request.values()
+    (found,) = checked.dry_runs_by_request.values()
     assert (found.refusal_reason, found.footprint, found.unchecked_reason) == (None, None, None)
     assert "expected another device" in found.unpredicted_reason
     assert "ddp: works with 2 workers" in format_check_result(checked)
@@ -565,7 +565,7 @@ def test_a_footprint_is_made_where_the_check_has_been_without_a_second_look(tmp_
     )
     checked = check.check_study(config, study)
     assert not checked.refusal_reasons_by_cell
-    assert checked.rehearsals_by_request[checked.cells_to_plan[0].request].footprint.collectives
+    assert checked.dry_runs_by_request[checked.cells_to_plan[0].request].footprint.collectives
 
 
 def test_every_strategy_that_the_settings_refuse_is_told_at_once():

@@ -16,7 +16,7 @@ from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.strategies import base, collective, get_option_defaults, get_strategy_class
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.datasets import make_dataset_metadata
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
@@ -151,7 +151,7 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     made = launched.read_record()
     assert made["status"] == "ok", made["reason"]
     request = Request.from_settings(
-        s, describe_data_set("text", spec), on_cuda=False, workers_per_node=2
+        s, make_dataset_metadata("text", spec), on_cuda=False, workers_per_node=2
     )
     assert made["memory"]["model_states"] == planned(request).model_states_bytes
     sent_bytes = made["communication"]["sent_bytes_per_step"]

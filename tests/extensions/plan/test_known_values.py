@@ -147,7 +147,7 @@ def test_a_transformer_that_asks_whether_its_mask_is_causal_is_planned(
     checked = checked_of(code, ["Texts", "Causal", "Masked", "Uncausal", "Both"], strategies)
     assert not checked.refusal_reasons_by_cell
     found = {
-        (s.cell.model, s.cell.strategy): checked.rehearsals_by_request[
+        (s.cell.model, s.cell.strategy): checked.dry_runs_by_request[
             s.request
         ].footprint.peak_moments
         for s in checked.cells_to_plan
@@ -168,7 +168,7 @@ def test_stages_with_masks_are_measured(code):
         wrap_classes=["Encodes"],
     )
     assert not checked.refusal_reasons_by_cell
-    (found,) = checked.rehearsals_by_request.values()
+    (found,) = checked.dry_runs_by_request.values()
     assert found.footprint is not None, found
 
 
@@ -182,7 +182,7 @@ def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypa
     checked = checked_of(code, ["Reads"], STRATEGIES)
     assert not followed
     assert not checked.refusal_reasons_by_cell
-    assert len({r.unpredicted_reason for r in checked.rehearsals_by_request.values()}) == 1
+    assert len({r.unpredicted_reason for r in checked.dry_runs_by_request.values()}) == 1
     assert format_check_result(checked).count("reads values of tensors") == said
 
 
@@ -190,7 +190,7 @@ def test_who_reads_its_data_is_told_once_that_it_is_not_predicted(code, monkeypa
 def test_a_network_that_keeps_a_tensor_is_not_predicted_and_told_in_one_sentence(code):
     checked = checked_of(code, ["Keeps"], ["single"], gpus=1)
     assert not checked.refusal_reasons_by_cell
-    (found,) = checked.rehearsals_by_request.values()
+    (found,) = checked.dry_runs_by_request.values()
     assert found.unpredicted_reason.startswith(
         "model 'Keeps' (masked_texts.Keeps): two training steps differ"
     )

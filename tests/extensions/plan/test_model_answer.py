@@ -64,10 +64,10 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
         for c in answer.strategy_answers
         if "pipeline" in c.strategy
     )
-    rates = [c.samples_per_s[2] for c in answer.strategy_answers]
+    rates = [c.low_high_usual_samples_per_s[2] for c in answer.strategy_answers]
     assert rates == sorted(rates, reverse=True)
     for c in answer.strategy_answers:
-        low, high, usual = c.samples_per_s
+        low, high, usual = c.low_high_usual_samples_per_s
         assert low <= usual <= high
         assert c.memory.allocated_bytes <= c.memory.reserved_bytes < c.memory.shown_bytes
         assert (c.memory.reserved_bytes > c.memory.allocated_bytes) == (c.strategy == "fsdp-zero3")
@@ -81,7 +81,7 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
     assert "on 2 x A10G 24 GiB: texts of 64 tokens, adamw, bf16" in text.splitlines()[0]
     best = answer.strategy_answers[0]
     assert f"{best.strategy} fits with {best.micro_batch} texts at once" in text.replace("\n ", "")
-    hours = 1e9 / (64 * best.samples_per_s[2]) / 3600
+    hours = 1e9 / (64 * best.low_high_usual_samples_per_s[2]) / 3600
     assert f"{2 * hours:.2g} GPU-hours, at a cost of {4 * hours:.2g}" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= COLUMNS
     assert text.count("variants: {fsdp-zero3: {strategy: fsdp, mixed_precision: policy}") == 1

@@ -85,7 +85,7 @@ def request_of(name: str, strategy: str, **changes) -> Request:
 
 def blocks_of(request: Request) -> Blocks | None:
     with fake.open_fake_worker_environment(request):
-        model, _, _ = fake.build_worker(request)
+        model, _, _ = fake.build_model_strategy_and_worker(request)
         blocks = find_largest_equal_blocks(model)
         x, _ = request.make_example_batch(2)
         return blocks if blocks and are_blocks_called_alike(model, blocks, x) else None

@@ -20,16 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.footprint import fake, footprint, torch_internals
-from stratbench.extensions.plan.footprint.footprint import Affine, find_highest_lines
+from stratbench.extensions.plan.footprint.footprint import Affine, find_highest_line_indices
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
-from stratbench.extensions.plan.pages.answers import compute_parameter_growth
+from stratbench.extensions.plan.pages.answers import compute_parameter_growth_range
 from stratbench.strategies import base, get_option_defaults, get_strategy_class
-from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.datasets import make_dataset_metadata
 from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
-from stratbench.workload.network.checkpointing import checkpoint_blocks
+from stratbench.workload.network.checkpointing import checkpoint_and_count_blocks
 from stratbench.workload.tasks import Classification
 from stratbench.workload.users_code import ModelError
 
@@ -99,7 +99,7 @@ def changed(request: Request, **changes) -> Request:
 def request_of(**changes) -> Request:
     """The request of a cell on GPUs with momentum, clipping and AdamW's keys; `changes` replace settings."""
     s = request_for("fsdp", workers=4, max_grad_norm=2.0, weight_decay=0.01, lr=0.3).settings
-    data = describe_data_set("digits")
+    data = make_dataset_metadata("digits")
     return Request.from_settings(
         replace(s, dataset="digits", **changes), data, on_cuda=True, workers_per_node=4
     )
@@ -135,7 +135,7 @@ def test_cells_that_differ_in_what_a_footprint_depends_on_share_none(changes):
 
 
 def test_what_is_alike_on_any_count_is_followed_once_for_all_counts_and_nodes():
-    s, data = request_for("ddp").settings, describe_data_set("digits")
+    s, data = request_for("ddp").settings, make_dataset_metadata("digits")
     counts = [
         Request.from_settings(
             replace(s, dataset="digits", gpus=gpus), data, on_cuda=True, workers_per_node=node
@@ -232,7 +232,8 @@ def peak_of(request: Request, batch: int) -> int:
     """By running one step of that batch, not by the line through two others; of each kind of steps."""
     trace, made = fake.trace_training_steps(request, [batch])
     later = [
-        fake.trace_training_steps(request, [batch], n)[0] for n in made.list_first_steps_by_kind[1:]
+        fake.trace_training_steps(request, [batch], n)[0]
+        for n in made.steps_that_change_the_work[1:]
     ]
     return max(
         max(t.list_live_bytes_after_events(t.phases[1].first_event, t.phases[4].first_event))
@@ -261,7 +262,7 @@ def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
     shape = (64,) if models.MODELS[model].reads_text else (3, 32, 32)
     net = models.build_model(model, 10, shape).train()
     if mode:
-        checkpoint_blocks(models.list_shard_groups(model, net), mode)
+        checkpoint_and_count_blocks(models.list_shard_groups(model, net), mode)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for p in net.parameters():
         optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -748,7 +749,7 @@ def test_the_plan_predicts_adamws_states_as_training_counts_them(join_alone, str
     x = torch.randint(10, (4, 64))
     for _ in range(2):
         real.step(x, x)
-        assert real.model_states() == predicted
+        assert real.compute_model_state_bytes() == predicted
 
 
 @pytest.mark.slow
@@ -835,7 +836,7 @@ def test_the_largest_batch_is_the_last_that_fits():
 
 def test_the_envelope_holds_every_line_that_is_highest_somewhere():
     lines = [Affine(10, 1), Affine(0, 3), Affine(8, 1.5), Affine(-100, 3), Affine(-20, 4)]
-    kept = find_highest_lines(lines)
+    kept = find_highest_line_indices(lines)
     for batch in range(1, 60):
         highest = max(lines, key=lambda line: line.evaluate_at(batch))
         assert max(lines[i].evaluate_at(batch) for i in kept) == highest.evaluate_at(batch)
@@ -853,7 +854,7 @@ def test_how_much_larger_a_network_may_be_holds_for_deeper_and_wider_ones(strate
     parameters = "parameters_bytes"
     for f in larger:
         times = f.model_states_bytes[parameters] / small.model_states_bytes[parameters]
-        least, most = compute_parameter_growth(small, 8, f.compute_needed_bytes(8))
+        least, most = compute_parameter_growth_range(small, 8, f.compute_needed_bytes(8))
         assert 1 < least <= times <= most
 
 

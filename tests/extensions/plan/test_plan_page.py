@@ -439,7 +439,7 @@ def test_the_bars_groups_are_all_parts_of_the_memory_but_the_data():
 def test_the_steps_in_which_workers_exchange_follow_from_what_the_page_is_told(name: str):
     cls = get_strategy_class(name)
     strategy = cls(cls.Options(**get_option_defaults(name)))
-    start, period = what_fits.find_exchange_steps(strategy)
+    start, period = what_fits.find_num_first_steps_and_period(strategy)
     for steps in (1, 3, 7, 24, 25, 100, 1001, 5000):
         apart = max(0, steps - start)
         assert strategy.count_exchanges(steps) == steps - apart + -(-apart // period), steps

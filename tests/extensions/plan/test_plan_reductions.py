@@ -84,7 +84,7 @@ def test_a_sums_buffer_is_what_pytorch_asked_for(line):
     if made is None:  # along neighbours in memory
         assert max(map(int, measured)) < 1 << 20
     else:
-        assert [made.compute_buffer_bytes(threads) for threads in GPUS] == [
+        assert [made.compute_kernel_buffer_bytes(threads) for threads in GPUS] == [
             int(n) for n in measured
         ]
 

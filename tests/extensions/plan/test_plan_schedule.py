@@ -105,7 +105,7 @@ def plan_of(tmp_path: Path, monkeypatch):
 
         nets = defaultdict(check.CheckResult)
         monkeypatch.setattr(
-            check, "rehearse_requests", lambda wanted, _: (nets, {r: rehearsal(r) for r in wanted})
+            check, "dry_run_requests", lambda wanted, _: (nets, {r: rehearsal(r) for r in wanted})
         )
         checked = check.check_study(config, study, tries_both_resharding=True)
         return schedule.make_plan(config, checked, records or {})
@@ -348,17 +348,20 @@ def test_a_plan_says_what_is_infeasible_only_for_what_was_planned(plan_of, tmp_p
     kept = plan_file.PlanFile(tmp_path / "plan.json")
     settings = planned.subject.settings
     assert plan.gpu is not None
-    assert kept.infeasible_reason(planned.cell, settings, plan.cluster) == planned.reason
+    assert kept.get_infeasibility_reason(planned.cell, settings, plan.cluster) == planned.reason
     other = replace(settings, lr=0.5)
-    assert kept.infeasible_reason(planned.cell, other, plan.cluster) is None
-    assert kept.infeasible_reason(planned.cell, settings, plan.cluster | {"gpu": "H100"}) is None
+    assert kept.get_infeasibility_reason(planned.cell, other, plan.cluster) is None
+    assert (
+        kept.get_infeasibility_reason(planned.cell, settings, plan.cluster | {"gpu": "H100"})
+        is None
+    )
 
 
 def test_without_a_limit_of_its_own_a_cell_asks_for_the_time_that_its_plan_says():
     cluster = {"startup_allowance_s": 60}
-    assert resources.compute_job_runtime_min(None, cluster) == 24 * 60
-    assert resources.compute_job_runtime_min(None, cluster, planned_s=600.0) == 11
-    assert resources.compute_job_runtime_min(120.0, cluster, planned_s=600.0) == 3
+    assert resources.compute_job_time_limit_minutes(None, cluster) == 24 * 60
+    assert resources.compute_job_time_limit_minutes(None, cluster, planned_s=600.0) == 11
+    assert resources.compute_job_time_limit_minutes(120.0, cluster, planned_s=600.0) == 3
 
 
 def test_the_time_limit_cuts_off_what_cannot_end_before_it(plan_of):
@@ -626,9 +629,9 @@ def test_records_of_any_gpu_that_a_short_name_may_mean_count():
 
 
 def test_ring_traffic():
-    assert traffic.CollectiveCall("all_reduce", 100).count_wire_bytes(4) == 150
-    assert traffic.CollectiveCall("all_gather", 100).count_wire_bytes(4) == 75
-    assert traffic.CollectiveCall("all_reduce", 100).count_wire_bytes(1) == 0
+    assert traffic.CollectiveCall("all_reduce", 100).compute_ring_sent_bytes(4) == 150
+    assert traffic.CollectiveCall("all_gather", 100).compute_ring_sent_bytes(4) == 75
+    assert traffic.CollectiveCall("all_reduce", 100).compute_ring_sent_bytes(1) == 0
     mixed = [("all_gather", 100), ("reduce_scatter", 100)]
     assert traffic.compute_wire_bytes(mixed, 2, on_gloo=False) == 100
     assert traffic.compute_wire_bytes(mixed, 2, on_gloo=True) == 150
@@ -681,9 +684,12 @@ def test_two_servers_share_the_weights_and_the_wire_format_halves_a_push():
     assert servers.predict_server_bytes_by_purpose(shared, flat, 2)["lanes"] == needs["lanes"]
     scaled = servers.predict_server_bytes_by_purpose(replace(over_tcp, precision="fp16"), flat, 1)
     assert scaled["lanes"] - needs["lanes"] == 2 * 500 // 2  # held as they came, until the verdict
-    assert servers.compute_worker_bytes_per_batch(over_tcp, flat) == (510, 1000)
-    assert servers.compute_worker_bytes_per_batch(shared, flat) == (1010, 1000)
-    assert servers.compute_worker_bytes_per_batch(shared, flat, between_nodes=True) == (510, 1000)
+    assert servers.compute_worker_sent_and_received_bytes(over_tcp, flat) == (510, 1000)
+    assert servers.compute_worker_sent_and_received_bytes(shared, flat) == (1010, 1000)
+    assert servers.compute_worker_sent_and_received_bytes(shared, flat, between_nodes=True) == (
+        510,
+        1000,
+    )
 
 
 # --- the cache and the command -------------------------------------------------------------------
@@ -930,7 +936,9 @@ def on_an_a100(plan_of):
     def times(c: schedule.PlannedCell, **changes: Any) -> list[float]:
         cluster = {"link_gb_per_s": None, "network_gb_per_s": None}
         device = device_rates.make_gpu_device(A100, c.subject.settings.precision, cluster)
-        needs = replace(c.needs, slowest_rank=replace(c.needs.slowest_rank, **changes))
+        needs = replace(
+            c.needs, slowest_rank_footprint=replace(c.needs.slowest_rank_footprint, **changes)
+        )
         return [
             duration.predict_step_duration(device, c.subject, needs, rates).seconds
             for rates in range(3)
@@ -1025,8 +1033,10 @@ def test_no_computation_hides_the_activations_that_a_layer_waits_for(plan_of):
         device_rates.find_gpu_datasheet("A10G"), "fp16", plan.cluster
     )
     rate = device.get_slowest_link_bytes_per_s(1) * duration.LINK_UTILISATION[0]
-    slowest = replace(c.needs.slowest_rank, training_flops_per_sample=0, operations_per_step=1)
-    alone = replace(c.needs, slowest_rank=slowest, wire_bytes=0)
+    slowest = replace(
+        c.needs.slowest_rank_footprint, training_flops_per_sample=0, operations_per_step=1
+    )
+    alone = replace(c.needs, slowest_rank_footprint=slowest, wire_bytes=0)
     computes_s = duration.predict_step_duration(device, c.subject, alone, 0).seconds
     sent = {"wire_bytes": 4 * computes_s * rate}
     for share in (0, 1, 3, 4):

@@ -14,13 +14,13 @@ from stratbench.extensions.links.collective_cost import CollectiveTime, LinkLayo
 from stratbench.extensions.links.measure import write_links
 from stratbench.extensions.projection import naive
 from stratbench.extensions.projection.evidence import make_link_replay
-from stratbench.extensions.projection.limits import MAX_COUNT_RATIO, projection_refusal_reason
+from stratbench.extensions.projection.limits import MAX_COUNT_RATIO, find_projection_refusal_reason
 from stratbench.extensions.projection.links import Links, Unmeasured
 from stratbench.extensions.projection.naive import MeasuredStep
 from stratbench.extensions.projection.project import (
     BY_COUNTS,
     BY_LINKS,
-    compute_left_out_errors,
+    compute_leave_one_out_errors,
     describe_projected_step_time,
     fit_computation_s,
     make_replay_rule,
@@ -70,21 +70,21 @@ def test_one_count_alone_is_scaled_perfectly():
 
 def test_skill_is_over_the_best_naive_rule_and_none_without_a_third_count():
     measured = points(n1=1.0, n2=1.1, n4=1.15, n8=1.3)
-    nothing = naive.measure_skill(naive.project_by_a_plus_b_over_n, measured[:2], "weak")
+    nothing = naive.compute_skill(naive.project_by_a_plus_b_over_n, measured[:2], "weak")
     assert nothing.relative_error_reduction is None
-    errors = naive.measure_skill(
+    errors = naive.compute_skill(
         naive.project_by_perfect_scaling, measured, "weak"
-    ).error_by_naive_rule
+    ).mean_ln_error_by_naive_rule
     best = min(errors, key=errors.get)
-    assert naive.measure_skill(
+    assert naive.compute_skill(
         naive.RULES[best], measured, "weak"
     ).relative_error_reduction == pytest.approx(0)
 
     def right(_points, _detect_scaling, workers):
         return next(p.step_s for p in measured if p.workers == workers)
 
-    assert naive.measure_skill(right, measured, "weak").relative_error_reduction == pytest.approx(1)
-    assert naive.measure_skill(lambda *_: 9.0, measured, "weak").relative_error_reduction < 0
+    assert naive.compute_skill(right, measured, "weak").relative_error_reduction == pytest.approx(1)
+    assert naive.compute_skill(lambda *_: 9.0, measured, "weak").relative_error_reduction < 0
 
 
 # --- what collectives cost -----------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_computing_is_slower_beside_a_collective():
 def test_gathers_are_waited_for_unless_they_run_ahead():
     gathers = tuple(CollectiveStart(GATHER, s, True) for s in (0.0, 0.5))
     assert simulate_step_s(Schedule(gathers), 1.0, lambda _: 0.3) == pytest.approx(1.6)
-    ahead = tuple(CollectiveStart(GATHER, s, True, runs_ahead=True) for s in (0.0, 0.5))
+    ahead = tuple(CollectiveStart(GATHER, s, True, is_prefetched=True) for s in (0.0, 0.5))
     assert simulate_step_s(Schedule(ahead), 1.0, lambda _: 0.3) == pytest.approx(1.3)
 
 
@@ -255,7 +255,7 @@ def test_a_schedule_follows_the_traced_phases():
         TracedPhase("optimizer", 1.0, (CollectiveCall("broadcast", 8),), (0.5,), 1),
     ]
     made = build_schedule(phases, on_cuda=False)
-    assert [s.computed_share_before for s in made.collectives] == [0.5, 0.75, 0.875]
+    assert [s.computed_share_at_start for s in made.collectives] == [0.5, 0.75, 0.875]
     assert [s.blocks_computation for s in made.collectives] == [False, False, True]
     assert made.computed_share_at_backward_end == 0.75
     assert made.num_operations == 9
@@ -282,7 +282,7 @@ def test_who_waits_for_a_collective_follows_from_its_call(kind, waiter, phase, o
         (started,) = build_schedule(phases, on_cuda=device).collectives
         word = (
             "ahead"
-            if started.runs_ahead
+            if started.is_prefetched
             else "waited for"
             if started.blocks_computation
             else "beside"
@@ -333,7 +333,7 @@ def test_past_the_knee_workers_bring_nothing():
 
 
 def test_log_error_of_a_time_that_is_none():
-    assert naive.compute_log_error(-1.0, 1.0) == pytest.approx(math.log(1e-3))
+    assert naive.compute_ln_error(-1.0, 1.0) == pytest.approx(math.log(1e-3))
 
 
 # --- a study's projection ------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_one_count_alone_is_too_few_to_give_way_to_a_naive_rule():
         (found,) = project_step_times(
             measured[:counts], "weak", [(16, 1)], lambda n, c: c * n**0.06
         )
-        assert not naive.measure_skill(
+        assert not naive.compute_skill(
             make_replay_rule(lambda n, c: c * n**0.06), measured[:counts], "weak"
         ).matches_best_naive_rule
         rules[counts] = found.rule
@@ -390,7 +390,7 @@ def test_a_replay_whose_interval_says_nothing_gives_way_although_it_has_skill():
     off = {1: 1.0, 2: 2.0, 4: 1.0}  # a disturbed count throws the naive rules off further
     measured = [MeasuredStep(n, replayed_ddp(n, 0.1) * f, 1) for n, f in off.items()]
     (found,) = project_step_times(measured, "weak", [(16, 1)], replayed_ddp)
-    assert naive.measure_skill(
+    assert naive.compute_skill(
         make_replay_rule(replayed_ddp), measured, "weak"
     ).matches_best_naive_rule
     assert found.rule == BY_COUNTS
@@ -487,7 +487,7 @@ def test_servers_without_computing_take_what_was_measured(tmp_path):
         )
         on = make_link_replay(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
         for n in (1, 4, 32):
-            assert on.replay_step(n, 0.0) == pytest.approx(true_s(n, size), rel=0.01)
+            assert on.replay_step_s(n, 0.0) == pytest.approx(true_s(n, size), rel=0.01)
 
 
 def test_servers_that_nobody_has_measured_are_not_followed_to_where_they_may_be_full():
@@ -589,7 +589,7 @@ def test_a_study_of_two_counts_says_that_its_skill_is_not_known():
 
 def test_intervals_come_from_counts_that_were_left_out():
     rule = naive.project_by_perfect_scaling
-    errors = compute_left_out_errors(rule, points(n1=1.0, n2=1.0, n4=2.0), "weak")
+    errors = compute_leave_one_out_errors(rule, points(n1=1.0, n2=1.0, n4=2.0), "weak")
     assert [round(e, 3) for e, _ in errors] == [round(math.log(2), 3)] * 2 + [
         round(math.log(0.5), 3)
     ]
@@ -612,13 +612,18 @@ def test_links_that_were_off_their_fit_make_the_interval_wider():
 
 def test_what_cannot_be_known_is_refused_with_the_remedy():
     measured = [MeasuredStep(1, 1.0, 1), MeasuredStep(2, 1.1, 1)]
-    assert projection_refusal_reason(measured, 2 * MAX_COUNT_RATIO, 1) is None
-    assert "measure 3 or more" in projection_refusal_reason(measured, 2 * MAX_COUNT_RATIO + 1, 1)
-    assert "between nodes" in projection_refusal_reason(measured, 16, 2)
-    assert projection_refusal_reason(measured, 16, 2, measured_levels={"within", "between"}) is None
-    assert projection_refusal_reason([MeasuredStep(8, 1.0, 2)], 16, 4) is None
+    assert find_projection_refusal_reason(measured, 2 * MAX_COUNT_RATIO, 1) is None
+    assert "measure 3 or more" in find_projection_refusal_reason(
+        measured, 2 * MAX_COUNT_RATIO + 1, 1
+    )
+    assert "between nodes" in find_projection_refusal_reason(measured, 16, 2)
+    assert (
+        find_projection_refusal_reason(measured, 16, 2, measured_levels={"within", "between"})
+        is None
+    )
+    assert find_projection_refusal_reason([MeasuredStep(8, 1.0, 2)], 16, 4) is None
     full = ServerQueue(think_s=0.9, service_s_by_server=(0.1,))
-    assert "servers are saturated from about 11" in projection_refusal_reason(
+    assert "servers are saturated from about 11" in find_projection_refusal_reason(
         measured, 12, 1, make_queue=lambda workers: full
     )
-    assert projection_refusal_reason(measured, 8, 1, make_queue=lambda workers: full) is None
+    assert find_projection_refusal_reason(measured, 8, 1, make_queue=lambda workers: full) is None

@@ -30,11 +30,11 @@ FSDP = Schedule(
         sorted(
             [
                 *(
-                    CollectiveStart(GATHER, i / LAYERS * 0.3, True, runs_ahead=True)
+                    CollectiveStart(GATHER, i / LAYERS * 0.3, True, is_prefetched=True)
                     for i in range(LAYERS)
                 ),
                 *(
-                    CollectiveStart(GATHER, 0.3 + i / LAYERS * 0.6, True, runs_ahead=True)
+                    CollectiveStart(GATHER, 0.3 + i / LAYERS * 0.6, True, is_prefetched=True)
                     for i in range(LAYERS)
                 ),
                 *(
@@ -42,7 +42,7 @@ FSDP = Schedule(
                     for i in range(LAYERS)
                 ),
             ],
-            key=lambda s: s.computed_share_before,
+            key=lambda s: s.computed_share_at_start,
         )
     ),
     0.9,
@@ -60,13 +60,13 @@ def simulated_s(compute_s: float, collective_s: float, host_s: float, steps: int
     ends = []
     for _ in range(steps):
         started = list(FSDP.collectives)
-        gathers = [s.computed_share_before for s in started if s.runs_ahead]
+        gathers = [s.computed_share_at_start for s in started if s.is_prefetched]
         issued = {0: 0.0}  # when each gather's issue, and what must have come before it, is through
         number = 0
         for i in range(OPERATIONS + 1):
-            while started and started[0].computed_share_before <= i / OPERATIONS + 1e-9:
+            while started and started[0].computed_share_at_start <= i / OPERATIONS + 1e-9:
                 one = started.pop(0)
-                if one.runs_ahead:
+                if one.is_prefetched:
                     begins = max(channel, issued[number] if number else max(host, stream))
                     channel = begins + collective_s
                     stream = max(stream, channel)

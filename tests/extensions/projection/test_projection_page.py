@@ -34,20 +34,23 @@ def test_lines_meet_where_their_ratio_is_one():
     lines = {"one": line(8, 4, 2, 2, 2), "other": line(16, 8, 4, 2.2, 1)}
     [found] = find_crossings(lines)
     assert (found.strategy_before, found.strategy_after) == ("one", "other")
-    assert 8 < found.crossing_workers < 16
-    assert (found.largest_clear_count_below, found.smallest_clear_count_above) == (4, 16)
+    assert 8 < found.workers_at_crossing < 16
+    assert (
+        found.largest_workers_without_overlap_below,
+        found.smallest_workers_without_overlap_above,
+    ) == (4, 16)
     assert found.describe_crossing("GPU").startswith(
-        f"From about {found.crossing_workers:.0f} GPUs on, other is faster than one"
+        f"From about {found.workers_at_crossing:.0f} GPUs on, other is faster than one"
     )
     # At 2 the other takes 5/4, at 4 a half: ln 1.25 / (ln 1.25 + ln 2) of the way.
     exact = {"one": line(4, 4, 4), "other": line(16, 5, 2)}
-    assert find_crossings(exact)[0].crossing_workers == pytest.approx(2 * 2**0.2436, rel=1e-3)
+    assert find_crossings(exact)[0].workers_at_crossing == pytest.approx(2 * 2**0.2436, rel=1e-3)
 
 
 def test_a_crossing_within_overlapping_fans_is_said_to_be_open():
     lines = {"one": line(8, 4, 2.1, 1.2), "other": line(8.1, 4.1, 2.1, 1.1, spread=1.5)}
     [found] = find_crossings(lines)
-    assert found.smallest_clear_count_above is None
+    assert found.smallest_workers_without_overlap_above is None
     assert "one is clearly faster on 2" in found.describe_crossing("GPU")
     wide = {"one": line(8, 4, measured=1, spread=2), "other": line(9, 3.9, measured=0, spread=2)}
     assert "so that either may be faster" in find_crossings(wide)[0].describe_crossing("GPU")

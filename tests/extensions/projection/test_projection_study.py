@@ -19,8 +19,8 @@ from stratbench.extensions.links.collective_cost import (
     CollectiveTime,
     LinkLayout,
     LinkModel,
-    ring,
-    tree,
+    compute_ring_cost,
+    compute_tree_cost,
 )
 from stratbench.extensions.plan.schedule import read_records_by_cell
 from stratbench.extensions.projection import __main__ as command
@@ -105,8 +105,8 @@ def test_every_strategy_gets_intervals_and_refusals(study, capsys):
 def test_measured_links_are_used_where_there_are_some(study, capsys):
     true = {"within": LinkModel(1e-7, 1e12), "between": LinkModel(1e-6, 1e11)}
     times = [
-        CollectiveTime("gloo", kind, n, nodes, size, 0, cost.compute_seconds(true))
-        for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
+        CollectiveTime("gloo", kind, n, nodes, size, 0, cost.compute_time_s(true))
+        for kind, algorithm in (("all_reduce", compute_ring_cost), ("broadcast", compute_tree_cost))
         for n, nodes in ((2, 1), (4, 1), (4, 2), (8, 2))
         for size in (1 << 10, 1 << 16, 1 << 22)
         for cost in [algorithm(kind, size, LinkLayout(n, nodes))]
@@ -128,9 +128,9 @@ def write_free_links(study: dict[str, Any]) -> None:
     true = {"within": LinkModel(1e-9, 1e15)}
     times = [
         CollectiveTime(
-            "gloo", kind, n, 1, size, 0, algorithm(kind, size, LinkLayout(n)).compute_seconds(true)
+            "gloo", kind, n, 1, size, 0, algorithm(kind, size, LinkLayout(n)).compute_time_s(true)
         )
-        for kind, algorithm in (("all_reduce", ring), ("broadcast", tree))
+        for kind, algorithm in (("all_reduce", compute_ring_cost), ("broadcast", compute_tree_cost))
         for n in (2, 4)
         for size in (1 << 10, 1 << 16, 1 << 22)
     ]
@@ -258,11 +258,11 @@ def test_what_is_sharded_is_traced_on_each_count(tmp_path, footprints, capsys):
     write_records(read, tmp_path)
     for link, fits in ((LinkModel(1e-2, 1e9), False), (LinkModel(1e-7, 1e13), True)):
         times = [
-            CollectiveTime("gloo", kind, n, 1, size, 0, cost.compute_seconds({"within": link}))
+            CollectiveTime("gloo", kind, n, 1, size, 0, cost.compute_time_s({"within": link}))
             for kind in ("all_gather", "reduce_scatter", "all_reduce")
             for n in (2, 4)
             for size in (1 << 10, 1 << 16, 1 << 22)
-            for cost in [ring(kind, size, LinkLayout(n))]
+            for cost in [compute_ring_cost(kind, size, LinkLayout(n))]
         ]
         links.write_links(tmp_path / "small" / "links", times, 1.1)
         table, told = projected(config, capsys)
@@ -390,7 +390,7 @@ def test_weak_and_mixed_scaling_are_told_apart():
         r["batch"] |= {"per_worker_batch": 32, "global_batch": 32 * c.gpus}
     assert gather_projection_inputs(records)[0].scaling == "weak"
     records[cells[0]]["batch"]["per_worker_batch"] = 16
-    assert "neither" in gather_projection_inputs(records)[0].unfit_reason
+    assert "neither" in gather_projection_inputs(records)[0].cannot_project_reason
 
 
 def test_repeats_tell_how_far_they_lie_apart_and_slurm_the_nodes():

@@ -48,13 +48,13 @@ def ddp() -> Schedule:
 def test_buckets_of_ddp_start_during_backward_in_order(ddp):
     reduced = [s for s in ddp.collectives if s.call.collective_name == "all_reduce"]
     assert len(reduced) >= 2
-    assert [s.computed_share_before for s in reduced] == sorted(
-        s.computed_share_before for s in reduced
+    assert [s.computed_share_at_start for s in reduced] == sorted(
+        s.computed_share_at_start for s in reduced
     )
     assert (
         1 / 4
-        < reduced[0].computed_share_before
-        < reduced[-1].computed_share_before
+        < reduced[0].computed_share_at_start
+        < reduced[-1].computed_share_at_start
         <= ddp.computed_share_at_backward_end
         < 1
     )
@@ -76,7 +76,7 @@ def test_fsdp_gathers_before_it_computes_and_runs_ahead_on_gpus_alone():
         scatters = [s for s in schedule.collectives if s.call.collective_name == "reduce_scatter"]
         assert gathers
         assert all(s.blocks_computation for s in gathers)
-        assert all(s.runs_ahead for s in gathers) == (schedule is on_gpu)
+        assert all(s.is_prefetched for s in gathers) == (schedule is on_gpu)
         assert scatters
         assert all(s.blocks_computation for s in scatters) == (schedule is on_cpu)
     middle = LinkModel(1e-5, 1e9)
@@ -90,16 +90,16 @@ def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, o
     activations = [s for s in schedule.collectives if s.call.rank_stride == 1]
     replicas = [s for s in schedule.collectives if s.call.rank_stride == 2]
     assert {s.call.group_size for s in schedule.collectives} == {2}
-    assert all(s.blocks_computation and not s.runs_ahead for s in activations)
+    assert all(s.blocks_computation and not s.is_prefetched for s in activations)
     gradients = [s for s in replicas if s.call.collective_name != "all_gather"]
     assert not any(s.blocks_computation for s in gradients)
     assert (
         1 / 4
-        < gradients[0].computed_share_before
-        < gradients[-1].computed_share_before
+        < gradients[0].computed_share_at_start
+        < gradients[-1].computed_share_at_start
         <= schedule.computed_share_at_backward_end
     )
-    assert all(s.runs_ahead for s in replicas if s not in gradients)
+    assert all(s.is_prefetched for s in replicas if s not in gradients)
 
     def step_s(within_s: float, between_s: float) -> float:
         took_s = {1: within_s, 2: between_s}
@@ -115,7 +115,7 @@ def test_replicas_of_divided_networks_exchange_gradients_beside_backward(data, o
 def test_layers_divided_among_all_wait_for_activations():
     schedule = scheduled_gpt("tensor", on_cuda=True)
     assert {s.call.group_size for s in schedule.collectives} == {None}
-    assert all(s.blocks_computation and not s.runs_ahead for s in schedule.collectives)
+    assert all(s.blocks_computation and not s.is_prefetched for s in schedule.collectives)
 
 
 def test_every_micro_batch_of_a_pipeline_is_in_its_schedule():

@@ -23,23 +23,23 @@ def test_the_slowest_of_alike_workers_is_as_far_off_as_theory_says():
     for workers in (1, 4, 16):
         # The largest of W exponential times is H_W times their mean.
         of_theory = sum(1 / k for k in range(1, workers + 1))
-        assert stragglers.compute_slowest_worker_factor(workers) == pytest.approx(
+        assert stragglers.compute_slowest_to_mean_time_ratio(workers) == pytest.approx(
             of_theory, rel=0.06
         )
     assert (
-        stragglers.compute_slowest_worker_factor(16, 1.0)
-        > stragglers.compute_slowest_worker_factor(16)
-        > stragglers.compute_slowest_worker_factor(16, -1.0)
+        stragglers.compute_slowest_to_mean_time_ratio(16, 1.0)
+        > stragglers.compute_slowest_to_mean_time_ratio(16)
+        > stragglers.compute_slowest_to_mean_time_ratio(16, -1.0)
     )
 
 
 def test_a_worker_that_is_always_slow_is_so_in_every_step_once_it_is_drawn():
     slow, quick = [3.0] * MIN_STEPS, [1.0] * MIN_STEPS
     stragglers = read_stragglers([recorded(slow, quick)])
-    assert stragglers.compute_slowest_worker_factor(1000) == pytest.approx(
+    assert stragglers.compute_slowest_to_mean_time_ratio(1000) == pytest.approx(
         1.5
     )  # 3 over the mean, 2
-    assert 1.0 < stragglers.compute_slowest_worker_factor(2) < 1.5
+    assert 1.0 < stragglers.compute_slowest_to_mean_time_ratio(2) < 1.5
 
 
 def times_of(workers: int, stays: float, seed: list[int], steps: int = 100) -> np.ndarray:
@@ -60,13 +60,13 @@ def test_it_is_as_sure_as_it_is_right(stays, least, most):
         step_s = [truth[:n].max(axis=0).mean() for n in (4, 16)]
         projected_s = (
             step_s[0]
-            * measured.compute_slowest_worker_factor(16)
-            / measured.compute_slowest_worker_factor(4)
+            * measured.compute_slowest_to_mean_time_ratio(16)
+            / measured.compute_slowest_to_mean_time_ratio(4)
         )
         error = math.log(projected_s / step_s[1])
         width = 1.28 * math.log(
-            measured.compute_slowest_worker_factor(16, 1.0)
-            / measured.compute_slowest_worker_factor(16)
+            measured.compute_slowest_to_mean_time_ratio(16, 1.0)
+            / measured.compute_slowest_to_mean_time_ratio(16)
         )
         within.append(abs(error) < math.hypot(width, 0.01))
         widths.append(width)
@@ -77,7 +77,7 @@ def test_it_is_as_sure_as_it_is_right(stays, least, most):
 def test_few_workers_are_less_sure_of_what_stays():
     widths = {
         n: np.median([
-            math.log(s.compute_slowest_worker_factor(8 * n, 1.0) / s.compute_slowest_worker_factor(8 * n))
+            math.log(s.compute_slowest_to_mean_time_ratio(8 * n, 1.0) / s.compute_slowest_to_mean_time_ratio(8 * n))
             for job in range(40)
             for s in [read_stragglers([recorded(*times_of(n, 0.5, [job]).tolist())])]
         ])
@@ -96,12 +96,12 @@ def test_nobody_waits_for_what_makes_all_workers_of_a_step_slow(measured, common
         said.append(
             read_stragglers(
                 [recorded(*(truth * shared)[:measured].tolist())]
-            ).compute_slowest_worker_factor(32)
+            ).compute_slowest_to_mean_time_ratio(32)
         )
         alone.append(
-            read_stragglers([recorded(*truth[:measured].tolist())]).compute_slowest_worker_factor(
-                32
-            )
+            read_stragglers(
+                [recorded(*truth[:measured].tolist())]
+            ).compute_slowest_to_mean_time_ratio(32)
         )
         of_alone.append(truth.max(axis=0).mean() / truth.mean())
     assert np.mean(said) == pytest.approx(np.mean(of_alone), rel=0.03)
@@ -112,7 +112,7 @@ def test_rare_long_steps_of_one_worker_stay_its_own():
     draw = np.random.default_rng(4)
     series = np.where(draw.random((2, 4000)) < 0.03, 4.0, 1.0) * draw.lognormal(0, 0.02, (2, 4000))
     none_long = 0.97**16
-    assert read_stragglers([recorded(*series.tolist())]).compute_slowest_worker_factor(
+    assert read_stragglers([recorded(*series.tolist())]).compute_slowest_to_mean_time_ratio(
         16
     ) == pytest.approx((none_long + 4 * (1 - none_long)) / (0.97 + 4 * 0.03), rel=0.06)
 
@@ -120,7 +120,7 @@ def test_rare_long_steps_of_one_worker_stay_its_own():
 def test_workers_that_are_slow_in_the_same_steps_alone_wait_for_nobody():
     own = np.random.default_rng(3).lognormal(0, 0.5, size=100)
     stragglers = read_stragglers([recorded(own.tolist(), (2 * own).tolist())])
-    assert stragglers.compute_slowest_worker_factor(1000) == pytest.approx(4 / 3)
+    assert stragglers.compute_slowest_to_mean_time_ratio(1000) == pytest.approx(4 / 3)
 
 
 def test_repeats_are_pooled_as_shares_of_their_own_mean():
@@ -128,8 +128,8 @@ def test_repeats_are_pooled_as_shares_of_their_own_mean():
     other = recorded([5.0] * 40, [5.0] * 40)
     stragglers = read_stragglers([one, other])
     assert stragglers.relative_step_times.shape == (4, 30)
-    assert stragglers.compute_slowest_worker_factor(8) == pytest.approx(1.0)
-    assert stragglers.compute_slowest_worker_factor(8, 1.0) == pytest.approx(1.0)
+    assert stragglers.compute_slowest_to_mean_time_ratio(8) == pytest.approx(1.0)
+    assert stragglers.compute_slowest_to_mean_time_ratio(8, 1.0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

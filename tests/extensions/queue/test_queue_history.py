@@ -107,7 +107,7 @@ def test_limits_that_are_no_numbers_and_jobs_that_never_ran_are_left_out_where_t
     assert row.mean_wait_s == pytest.approx(1200)
     assert row.gpus_label == "2-3"
     assert row.backfilled_share == 0
-    assert found.request_factors == [0.8]
+    assert found.requested_to_used_time_ratios == [0.8]
     asked = [a.requested_wall_time_s for a in found.make_arrivals()]
     assert asked == [3600, 3600, 9000]  # unknown: as the others, and never less than they took
 

@@ -141,7 +141,7 @@ def test_synchronous_workers_pause_when_one_joins_and_asynchronous_ones_do_not()
             NEVER,
             0.0,
             is_synchronous=synchronous,
-            synchronous_pause_s=30,
+            pause_per_worker_change_s=30,
         )
         assert trained(split, sim).finish_time_s == done_s
 
@@ -166,7 +166,7 @@ def test_a_lost_synchronous_worker_costs_the_time_since_the_checkpoint():
         split = ElasticTraining(
             400.0, 1e6, 2, Scaling(0.0), how, 0.0, is_synchronous=synchronous, is_preemptible=True
         )
-        split.synchronous_pause_s, split.resumes_from_peers = 10.0, from_peers
+        split.pause_per_worker_change_s, split.resumes_from_peers = 10.0, from_peers
         return trained(split, sim).finish_time_s
 
     assert done_s(synchronous=False) == 150 + 100  # 300 of 400 are done at 150, then one goes on

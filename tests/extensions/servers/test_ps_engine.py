@@ -767,7 +767,7 @@ def test_what_a_server_hears_of_idling_comes_behind_the_shards_still_to_be_sent(
     other.to_send.put(lambda: (hold.wait(PATIENCE_S), said.append("shards")))
     sender = threading.Thread(target=channel._send_queued_frames, args=(other,))
     sender.start()
-    channel._record_missing_ticket(first)
+    channel._record_that_no_ticket_is_free(first)
     channel._accept_ticket(Ticket(7, 0, 0, 0))
     assert said == []
     hold.set()

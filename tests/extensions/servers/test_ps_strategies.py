@@ -36,7 +36,7 @@ from stratbench.strategies import get_option_defaults, get_strategy_class, resol
 from stratbench.strategies.base import Worker
 from stratbench.train import forkserver
 from stratbench.workload.data.prepare import prepare_data_set
-from stratbench.workload.network.checkpointing import checkpoint_blocks
+from stratbench.workload.network.checkpointing import checkpoint_and_count_blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -129,7 +129,7 @@ def train(name: str, base: str, rank: int, world: int, folder: Path, batchnorm: 
         s = replace(s, nesterov=False)
     model = network(batchnorm)
     if name.startswith("recomputed"):
-        assert checkpoint_blocks([("block", [model[0]])]) == 1
+        assert checkpoint_and_count_blocks([("block", [model[0]])]) == 1
     if name.startswith("fp16"):
         s, model, x = replace(s, precision="fp16"), model.float(), x.float()
     worker = Worker(

@@ -54,10 +54,10 @@ def test_only_the_holder_can_settle_and_only_once():
     tickets = Tickets(TicketPlan(1, 1, 2))
     ticket = tickets.take_next_ticket(0)
     with pytest.raises(KeyError, match="worker 1 does not have ticket 0"):
-        tickets.record_settled_ticket(1, ticket.number)
-    tickets.record_settled_ticket(0, ticket.number)
+        tickets.record_received_gradients(1, ticket.number)
+    tickets.record_received_gradients(0, ticket.number)
     with pytest.raises(KeyError):
-        tickets.record_settled_ticket(0, ticket.number)
+        tickets.record_received_gradients(0, ticket.number)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_every_ticket_is_settled_once_under_any_schedule_of_losses(data):
     n_workers = data.draw(st.integers(1, 4))
     tickets = Tickets(plan)
     live, holding, settled = set(range(n_workers)), {}, []
-    while not tickets.are_all_settled:
+    while not tickets.are_all_completed:
         worker = data.draw(st.sampled_from(sorted(live)))
         if len(live) > 1 and data.draw(st.integers(0, 9)) == 0:
             live.remove(worker)
@@ -77,7 +77,7 @@ def test_every_ticket_is_settled_once_under_any_schedule_of_losses(data):
             assert lost == ([holding.pop(worker)] if worker in holding else [])
         elif worker in holding:
             number = holding.pop(worker)
-            tickets.record_settled_ticket(worker, number)
+            tickets.record_received_gradients(worker, number)
             settled.append((number, worker))
         else:
             ticket = tickets.take_next_ticket(worker)
@@ -107,7 +107,7 @@ def test_epochs_end_one_after_the_other_whichever_tickets_come():
     store, writer = SimpleNamespace(shards=shards, buffers=None), Taken()
     log = EpochLog(TicketPlan(epochs=4, steps_per_epoch=2, slices_per_step=1), writer)
     for second, number in enumerate((0, 2, 3, 4, 5, 1, 1, 6, 7)):
-        log.count_ticket(number, float(second), store)
+        log.count_completed_ticket(number, float(second), store)
     assert log.ends == [
         {"epoch": 0, "end_s": 1.0},
         {"epoch": 1, "end_s": 3.0},

@@ -13,7 +13,7 @@ from test_launch import LOST, FakeProcess, job_with
 
 from launching import settings
 from stratbench.cell.run_folder import RunFolder
-from stratbench.extensions.servers.figures import compute_served_totals
+from stratbench.extensions.servers.figures import compute_server_cell_totals
 from stratbench.extensions.servers.node import ServedProcesses
 from stratbench.extensions.servers.runner import ServedRunner
 from stratbench.telemetry.timeline import PhaseLog
@@ -102,7 +102,7 @@ def test_what_a_server_dropped_was_no_training():
          "updates": [4, 3], "staleness": [[8], [4, 1]]},
         {"train_time_s": 3.0, "updates": [4], "staleness": [[5, 2]]},
     ]  # fmt: skip
-    run = compute_served_totals([{"losses": {}}], servers, 6, per_epoch=[])
+    run = compute_server_cell_totals([{"losses": {}}], servers, 6, per_epoch=[])
     assert (run["samples_seen"], run["samples_applied"]) == (48, 40)
 
 
@@ -117,7 +117,7 @@ def test_an_epoch_whose_workers_were_all_lost_has_no_train_loss():
         for losses in ({}, {"1": {"0": [6.0, 4]}}, {"1": {"0": [3.0, 2]}})
     ]
     epochs = [{"epoch": n, "train_loss": None} for n in (1, 2)]
-    run = compute_served_totals(workers, servers, 6, per_epoch=epochs)
+    run = compute_server_cell_totals(workers, servers, 6, per_epoch=epochs)
     assert [entry["train_loss"] for entry in run["per_epoch"]] == [None, 1.5]
 
 

@@ -64,7 +64,7 @@ def test_a_node_too_small_for_the_server_is_told_with_the_keys():
         strategies=["ps-async"],
     )
     offered = nodes.parse_sinfo(test_job_requests.TESTS)
-    sentence = nodes.job_too_large_reason(cell, settings, asked, offered)
+    sentence = nodes.explain_oversized_job(cell, settings, asked, offered)
     assert sentence is not None
     assert "20 CPU cores" in sentence
     assert "lower cluster.cpus_per_gpu or cluster.server_cpus" in sentence

@@ -122,7 +122,7 @@ def test_times_that_are_all_but_equal_have_an_interval_and_print_no_warning():
     found = unpaired.compute_time_ratio([3.0, 3.0 + 4e-15], [3.0, 3.0])
     assert found.value == pytest.approx(1)
     assert found.low < found.value < found.high
-    assert unpaired.compute_geometric_mean_from_logs(
+    assert unpaired.compute_geometric_mean_with_interval(
         [0.1, 0.1 + 2e-16, 0.1]
     ).value == pytest.approx(math.exp(0.1))
     lost = unpaired.compute_mean_slowdown([((3.0, 3.0 + 4e-15), (3.0, 3.0))], 0.025)
@@ -135,7 +135,9 @@ def test_the_intervals_are_those_of_scipy():
     low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
     assert unpaired.compute_score_difference(new, old)[1:] == pytest.approx((low, high))
     ends = stats.ttest_1samp(new, 0.0).confidence_interval(0.95)
-    assert unpaired.compute_geometric_mean_from_logs(new)[1:] == pytest.approx(tuple(np.exp(ends)))
+    assert unpaired.compute_geometric_mean_with_interval(new)[1:] == pytest.approx(
+        tuple(np.exp(ends))
+    )
 
 
 def test_two_sets_measured_alike_differ_by_nothing_but_noise(sets):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from stratbench.analysis.records.columns import BY_NAME, EPOCH_BY_NAME
-from stratbench.cell.options import build_field_rules
+from stratbench.cell.options import build_json_schemas_of_fields
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.export import EXPORTS, REQUIREMENTS, export_set
 from stratbench.extensions.sets.export.runs import iter_exported_runs
@@ -48,7 +48,7 @@ def nothing_of_this_machine(folder: Path) -> None:
 
 
 def test_the_config_names_the_formats_that_there_are():
-    assert build_field_rules(Sets)["export"]["items"]["enum"] == list(EXPORTS)
+    assert build_json_schemas_of_fields(Sets)["export"]["items"]["enum"] == list(EXPORTS)
 
 
 def test_a_format_without_its_package_is_one_sentence_and_writes_nothing(

@@ -20,7 +20,7 @@ from stratbench.extensions.splitting import tensor
 from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.workload import users_code
 from stratbench.workload.data import prepared
-from stratbench.workload.data.datasets import describe_data_set
+from stratbench.workload.data.datasets import make_dataset_metadata
 from stratbench.workload.data.prepare import prepare_data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -189,7 +189,7 @@ def test_divided_as_its_user_states_it_trains_as_one_process_does(cell, trained)
         found = trained(s)
         assert losses(found) == pytest.approx(expected, abs=1e-10)
         fitted = footprint.make_footprint(
-            Request.from_settings(s, describe_data_set("text", s.data_spec), False, s.gpus)
+            Request.from_settings(s, make_dataset_metadata("text", s.data_spec), False, s.gpus)
         )
         assert fitted.model_states_bytes["parameters_bytes"] > 0
 
@@ -250,8 +250,10 @@ WRONG = {
 def test_what_is_stated_wrongly_is_refused_before_any_job(cell, strategy, stated, said):
     options = {key: stated[key] for key in stated if key == "sequence_parallel"}
     s = cell(strategy, 2, stated, **options)
-    request = Request.from_settings(s, describe_data_set("text", s.data_spec), False, 2)
-    assert said in check.rehearse_strategy(request, check.check_network(request)).refusal_reason
+    request = Request.from_settings(s, make_dataset_metadata("text", s.data_spec), False, 2)
+    assert (
+        said in check.dry_run_strategy(request, check.check_neural_network(request)).refusal_reason
+    )
 
 
 #: The stream between layers by positions, too.
@@ -276,7 +278,7 @@ def test_the_stream_between_layers_is_divided_by_positions(cell, trained):
 
 
 def planned_as(s: Settings) -> Request:
-    return Request.from_settings(s, describe_data_set("text", s.data_spec), False, s.gpus)
+    return Request.from_settings(s, make_dataset_metadata("text", s.data_spec), False, s.gpus)
 
 
 @pytest.mark.parametrize("left_out", ["layers.*.norm_2", "last"])

@@ -25,9 +25,9 @@ from stratbench.extensions.plan.footprint.footprint import Footprint, make_footp
 from stratbench.extensions.plan.footprint.request import Request
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.pieces import divide_pieces_into_units
+from stratbench.extensions.splitting.pieces import group_pieces_into_indivisible_units
 from stratbench.extensions.splitting.pipeline import STAGES_PER_WORKER, Pipeline
-from stratbench.extensions.splitting.stages import MeasuredUnit, balance_stages
+from stratbench.extensions.splitting.stages import MeasuredUnit, choose_unit_count_per_stage
 from stratbench.strategies import get_mesh, get_option_defaults
 from stratbench.strategies.base import Worker
 from stratbench.strategies.collective import Collective
@@ -39,7 +39,7 @@ from stratbench.workload import tasks
 from stratbench.workload.data import prepared
 from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
-from stratbench.workload.network.checkpointing import checkpoint_blocks
+from stratbench.workload.network.checkpointing import checkpoint_and_count_blocks
 from stratbench.workload.network.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -102,7 +102,7 @@ class OwnReplicas(Pipeline):
 class TooEarly(Pipeline):
     """A mutant: a gradient is averaged before its last micro-batch."""
 
-    def _store_stage_in_last_backward(self, stage, last):
+    def _store_stage_that_ends_backward(self, stage, last):
         self._ending = stage
 
     def _start_gradient_averaging(self, parameter):
@@ -141,7 +141,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     model = network(kind)
     groups = models.list_shard_groups(name, model)
     if s.activation_checkpointing:
-        checkpoint_blocks(groups, s.activation_checkpointing)
+        checkpoint_and_count_blocks(groups, s.activation_checkpointing)
     worker = Worker(
         s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
         task=tasks.NextToken() if name == "gpt-compact" else tasks.Classification(), mesh=mesh,
@@ -194,12 +194,12 @@ def trajectory(
     losses = torch.stack([strategy.step(x[i], y[i]) for i in batches])
     with strategy.open_evaluation_model() as evaluated, torch.no_grad():
         scores = evaluated(x[:4])
-    if not mesh.reports_for_replica(rank):
+    if not mesh.reports_replica_results(rank):
         losses = torch.zeros_like(losses)
     if world > 1:
         dist.all_reduce(losses)
         dist.all_reduce(scores)  # zeros on all workers but the last stage's
-    held = torch.tensor(float(strategy.model_states()["parameters_bytes"]))
+    held = torch.tensor(float(strategy.compute_model_state_bytes()["parameters_bytes"]))
     if world > 1:
         dist.all_reduce(held)
     return {
@@ -242,7 +242,7 @@ def held(options: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     peak = torch.zeros(world)
     peak[rank] = max(trace.list_live_bytes_after_events(first, len(trace.events)))
     states = torch.zeros(world)
-    states[rank] = sum(strategy.model_states().values())
+    states[rank] = sum(strategy.compute_model_state_bytes().values())
     dist.all_reduce(peak)
     dist.all_reduce(states)
     return {"peaks": peak.tolist(), "states": states.tolist()}
@@ -274,7 +274,7 @@ def tried(way: str, world: int) -> dict[str, dict[str, Any]]:
 def is_possible(way: str, options: dict[str, Any], world: int) -> bool:
     """Whether the network has so many stages."""
     kind = WAYS[way][1]
-    most = models.MODELS[kind].max_stages if kind in models.MODELS else LAYERS + 2
+    most = models.MODELS[kind].max_pipeline_stages if kind in models.MODELS else LAYERS + 2
     return Pipeline(Pipeline.Options(**options)).count_pipeline_stages(world) <= most
 
 
@@ -299,7 +299,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
     with mock.patch.object(
         Pipeline,
         "measure_units_on_fake_tensors",
-        counted_once(Pipeline.measure_units_on_fake_tensors),
+        counted_once(Pipeline.measure_unit_costs_on_fake_tensors),
     ):
         return trained_in_all_ways(world, rank)
 
@@ -413,7 +413,7 @@ def test_the_plan_knows_what_each_stage_holds(found, world, schedule):
         # What is sent lives until it has gone, which the plan takes for at once; what is received may come
         # late.
         calls = [CollectiveCall(*c) for c in footprint.collectives if c[0] == "send"]
-        under_way = sum(c.count_wire_bytes(world, BATCH) for c in calls)
+        under_way = sum(c.compute_ring_sent_bytes(world, BATCH) for c in calls)
         planned_bytes, peak = footprint.compute_training_peak(BATCH).n_bytes, seen["peaks"][stage]
         assert 0.98 * planned_bytes <= peak <= 1.01 * planned_bytes + under_way
 
@@ -463,7 +463,7 @@ def cut(name: str):
     return (
         model,
         shape,
-        divide_pieces_into_units(
+        group_pieces_into_indivisible_units(
             model, declared.make_declared_pieces(name, model), models.list_shard_groups(name, model)
         ),
     )
@@ -489,10 +489,10 @@ def test_the_most_stages_are_the_units(name):
     shape = (16,) if models.MODELS[name].reads_text else (3, 32, 32)
     with FakeTensorMode():
         model = models.build_fake_model(name, VOCABULARY, shape)
-    units = divide_pieces_into_units(
+    units = group_pieces_into_indivisible_units(
         model, declared.make_declared_pieces(name, model), models.list_shard_groups(name, model)
     )
-    assert len(units) == models.MODELS[name].max_stages
+    assert len(units) == models.MODELS[name].max_pipeline_stages
     assert all(any(True for p in unit for _ in p.iter_used_parameters(model)) for unit in units)
 
 
@@ -501,12 +501,12 @@ def units(*flops: int) -> list[MeasuredUnit]:
 
 
 def test_stages_are_balanced_by_work_and_then_by_memory():
-    assert balance_stages(units(0, 2, 2, 2, 2, 2), [1, 1]) == [3, 3]
-    assert balance_stages(units(0, 1, 1, 1, 1, 5), [1, 1]) == [5, 1]
-    assert balance_stages(units(3, 1, 1, 1), [1] * 4) == [1, 1, 1, 1]
+    assert choose_unit_count_per_stage(units(0, 2, 2, 2, 2, 2), [1, 1]) == [3, 3]
+    assert choose_unit_count_per_stage(units(0, 1, 1, 1, 1, 5), [1, 1]) == [5, 1]
+    assert choose_unit_count_per_stage(units(3, 1, 1, 1), [1] * 4) == [1, 1, 1, 1]
     # With either cut both stages compute 1: the one that holds less counts.
     one = [MeasuredUnit(1, 1, ()), MeasuredUnit(0, 100, ()), MeasuredUnit(1, 100, ())]
-    assert balance_stages(one, [1, 1]) == [2, 1]
+    assert choose_unit_count_per_stage(one, [1, 1]) == [2, 1]
 
 
 def test_a_head_that_outweighs_all_leaves_the_layers_to_be_divided_by_memory():
@@ -514,12 +514,12 @@ def test_a_head_that_outweighs_all_leaves_the_layers_to_be_divided_by_memory():
     table, layer, head = (
         MeasuredUnit(*each) for each in ((0, 26, (), 0), (7, 3, (), 40), (84, 26, (), 1))
     )
-    assert balance_stages([table, *[layer] * 12, head], [4, 3, 2, 1]) == [3, 4, 6, 1]
-    assert balance_stages([table, *[layer] * 12, head], [8] * 4) == [5, 4, 4, 1]
+    assert choose_unit_count_per_stage([table, *[layer] * 12, head], [4, 3, 2, 1]) == [3, 4, 6, 1]
+    assert choose_unit_count_per_stage([table, *[layer] * 12, head], [8] * 4) == [5, 4, 4, 1]
     without = [u._replace(kept_bytes=0) for u in (table, *[layer] * 12, head)]
-    assert balance_stages(without, [4, 3, 2, 1])[0] == 1
+    assert choose_unit_count_per_stage(without, [4, 3, 2, 1])[0] == 1
     with pytest.raises(ValueError, match="2 units cannot be divided into 3 pipeline stages"):
-        balance_stages(units(1, 1), [1] * 3)
+        choose_unit_count_per_stage(units(1, 1), [1] * 3)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from stratbench.workload import tasks
 from stratbench.workload.data import prepared
 from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.network import models
-from stratbench.workload.network.checkpointing import checkpoint_blocks
+from stratbench.workload.network.checkpointing import checkpoint_and_count_blocks
 from stratbench.workload.network.gpt import GPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -140,7 +140,7 @@ def set_up(cls: type[Collective], options: dict[str, Any], way: str, rank: int, 
     model = network(kind)
     groups = models.list_shard_groups(name, model)
     if s.activation_checkpointing:
-        checkpoint_blocks(groups, s.activation_checkpointing)
+        checkpoint_and_count_blocks(groups, s.activation_checkpointing)
     worker = Worker(
         s, rank, world, world, torch.device("cpu"), RunFolder(Path()), groups,
         task=tasks.Classification() if kind in models.MODELS else tasks.NextToken(),
@@ -189,7 +189,7 @@ def trajectory(
     return {
         "losses": together / world, "weights": weights, "scores": scores,
         "sent": strategy.communication()["sent_bytes_per_step"] if world > 1 else 0,
-        "bytes": strategy.model_states()["parameters_bytes"],
+        "bytes": strategy.compute_model_state_bytes()["parameters_bytes"],
         "updates": strategy.report()["updates_applied"],
     }  # fmt: skip
 

@@ -57,7 +57,7 @@ MEASURED_ONES = (
 
 def test_an_effect_is_of_pairs_that_differ_in_one_choice():
     effects = {
-        (e.choice, e.compared_strategy): e for e in estimate_choice_effects(MEASURED_ONES, "ddp")
+        (e.choice, e.reference_strategy): e for e in estimate_choice_effects(MEASURED_ONES, "ddp")
     }
     assert set(effects) == {
         ("activation_checkpointing true", ""),

@@ -47,7 +47,7 @@ class World:
                 strategies=strategies,
                 uses_servers=tuple(a.startswith("ps") for a in strategies),
                 equals_ddp=equal,
-                arithmetic_key=("e", "m"),
+                shared_score_key=("e", "m"),
                 full_run_steps=self.full_steps,
             )
             for place in self.places

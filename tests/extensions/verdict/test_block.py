@@ -109,7 +109,7 @@ def test_whole_periods_of_a_strategy_are_timed_and_none_of_its_first_steps(
     strategy, options, length
 ):
     cls = get_strategy_class(strategy)
-    assert cls(cls.Options(**options)).choose_segment_steps(15, 50) == length
+    assert cls(cls.Options(**options)).choose_discarded_and_timed_steps(15, 50) == length
 
 
 def test_a_plan_comes_back_from_json_and_from_a_round():

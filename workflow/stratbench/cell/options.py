@@ -111,7 +111,7 @@ def list_json_types(hint: Any) -> list[str]:
     ]
 
 
-def build_json_rule(hint: Any) -> dict[str, Any]:
+def build_json_schema_of_type(hint: Any) -> dict[str, Any]:
     """Return the JSON Schema of a type hint: `enum` for a Literal, else `type`."""
     if get_origin(hint) is Literal:
         return {"enum": list(get_args(hint))}
@@ -119,11 +119,12 @@ def build_json_rule(hint: Any) -> dict[str, Any]:
     return {"type": types if len(types) > 1 else types[0]}
 
 
-def build_field_rules(cls: type) -> dict[str, dict[str, Any]]:
+def build_json_schemas_of_fields(cls: type) -> dict[str, dict[str, Any]]:
     """Return the JSON Schema of each field of a dataclass, by the field's name."""
     hints = get_type_hints(cls)
     return {
-        spec.name: build_json_rule(hints[spec.name]) | spec.metadata["rule"] for spec in fields(cls)
+        spec.name: build_json_schema_of_type(hints[spec.name]) | spec.metadata["rule"]
+        for spec in fields(cls)
     }
 
 
@@ -134,7 +135,7 @@ def build_dataclass_schema(cls: type, names: Iterable[str] | None = None) -> dic
         cls: The dataclass. Its fields without a default are required.
         names: Fields to include; all if None.
     """
-    rules = build_field_rules(cls)
+    rules = build_json_schemas_of_fields(cls)
     known: dict[str, dict[str, Any]] = {}
     for f in fields(cls):
         if f.default is not MISSING:

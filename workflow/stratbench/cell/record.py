@@ -36,7 +36,7 @@ def load_schema() -> dict[str, Any]:
 
 
 @cache
-def compile_validator(detailed: bool = False) -> Callable[[Record], Record] | None:
+def compile_record_validator(detailed: bool = False) -> Callable[[Record], Record] | None:
     """Return the compiled validator of records, or None if no validator is installed.
 
     Args:
@@ -56,7 +56,7 @@ def can_validate_records() -> bool:
 
     Call this before a long training, so that a missing package is found early.
     """
-    return compile_validator() is not None
+    return compile_record_validator() is not None
 
 
 def validate_record(record: Record, source: str | Path = "record") -> None:
@@ -64,7 +64,7 @@ def validate_record(record: Record, source: str | Path = "record") -> None:
 
     Violations are not detected if no validator is installed.
     """
-    validate = compile_validator()
+    validate = compile_record_validator()
     if validate is None:
         return
     from fastjsonschema import JsonSchemaValueException
@@ -73,7 +73,7 @@ def validate_record(record: Record, source: str | Path = "record") -> None:
         try:
             validate(record)
         except JsonSchemaValueException:
-            compile_validator(detailed=True)(record)
+            compile_record_validator(detailed=True)(record)
     except JsonSchemaValueException as e:
         field_path = ".".join(e.path[1:]) or "top level"
         violation = e.message.removeprefix(e.name).strip()[:200]

@@ -87,19 +87,19 @@ class RunFolder:
         """Return the path of a worker's heartbeat file (`telemetry.heartbeat`), which only its node reads."""
         return self._dir_for_local_files / f"{format_worker_name(rank)}.heartbeat"
 
-    def get_stack_path(self, process: str) -> Path:
+    def get_stack_trace_path(self, process: str) -> Path:
         """Return the path of the file into which a process writes its stack traces."""
         return self.path / f"{process}.stack"
 
-    def list_stack_paths(self) -> list[Path]:
+    def list_stack_trace_paths(self) -> list[Path]:
         """Return the paths of all written stack traces, sorted by process name."""
         return sorted(p for p in self.path.glob("*.stack") if p.stat().st_size)
 
-    def get_samples_path(self, node: int) -> Path:
+    def get_timeline_samples_path(self, node: int) -> Path:
         """Return the path of the CSV file with a node's samples (`telemetry.timeline.SAMPLE_COLUMNS`)."""
         return self.path / f"samples{node}.csv"
 
-    def list_sample_paths(self) -> list[Path]:
+    def list_timeline_samples_paths(self) -> list[Path]:
         """Return the paths of the sample files of all nodes."""
         return sorted(self.path.glob("samples*.csv"))
 
@@ -262,7 +262,7 @@ class RunFolder:
 
     def read_worker_states(self) -> dict[str, dict[str, Any]]:
         """Return the state of all nodes' workers at the cell's end, by worker name."""
-        return read_merged_json(self.path.glob("standing*.json"))
+        return read_and_merge_json_files(self.path.glob("standing*.json"))
 
     def write_process_locations(self, node: int, locations: dict[str, Any]) -> None:
         """Store each process's host, and each worker's GPU, by process name."""
@@ -270,10 +270,10 @@ class RunFolder:
 
     def read_process_locations(self) -> dict[str, dict[str, Any]]:
         """Return each process's host, and each worker's GPU, by process name, for all nodes."""
-        return read_merged_json(self.path.glob("places*.json"))
+        return read_and_merge_json_files(self.path.glob("places*.json"))
 
 
-def read_merged_json(paths: Iterable[Path]) -> dict[str, Any]:
+def read_and_merge_json_files(paths: Iterable[Path]) -> dict[str, Any]:
     """Return the entries of the JSON objects in several files as one dict."""
     return {
         name: entry for path in sorted(paths) for name, entry in read_json_if_exists(path).items()

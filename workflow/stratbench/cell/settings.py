@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from stratbench.cell.extensions import iter_extension_keys
 from stratbench.cell.learning_rate import Schedule, compute_lr_factor
-from stratbench.cell.options import build_dataclass_schema, build_field_rules
+from stratbench.cell.options import build_dataclass_schema, build_json_schemas_of_fields
 
 #: The argument `planned` of a setting whose value determines the planned memory or traffic.
 EACH = "each value"
@@ -309,13 +309,13 @@ def build_settings_schema() -> dict[str, Any]:
 
     A record has all settings of the core, and the given settings of extensions.
     """
-    rules = build_field_rules(Settings)
+    rules = build_json_schemas_of_fields(Settings)
     more = {
         name: {
             "type": "object",
             "description": f"Settings of the extension {name}.",
             "additionalProperties": False,
-            "properties": build_field_rules(keys),
+            "properties": build_json_schemas_of_fields(keys),
         }
         for name, keys in iter_extension_keys("experiment")
     }

@@ -304,7 +304,7 @@ def compute_interval_half_widths(
     return np.where(known, half, np.inf)
 
 
-def compute_alternatives_tail(num_rivals: int | np.ndarray) -> np.ndarray:
+def compute_alternatives_tail_probability(num_rivals: int | np.ndarray) -> np.ndarray:
     """Return the tail probability of each interval when a leader is compared with its rivals.
 
     The allowed rate of false conclusions is divided among the alternatives and the interim analyses. A
@@ -314,7 +314,7 @@ def compute_alternatives_tail(num_rivals: int | np.ndarray) -> np.ndarray:
     return ALPHA / (REPEATED_LOOKS * np.maximum(2, num_rivals))
 
 
-def compute_decision_tail(
+def compute_decision_tail_probability(
     num_candidates: int | np.ndarray, interim_looks_divisor: float = 1.0
 ) -> np.ndarray:
     """Return the tail probability of each interval in a decision among candidates.

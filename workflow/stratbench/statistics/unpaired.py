@@ -38,7 +38,7 @@ def compute_score_difference(
     )
 
 
-def compute_geometric_mean_from_logs(logs: Sequence[float]) -> IntervalEstimate:
+def compute_geometric_mean_with_interval(logs: Sequence[float]) -> IntervalEstimate:
     """Return the geometric mean of values, given their logarithms, with its 95 % t interval.
 
     There is no interval for a single value or for equal values. For one ratio per model, the interval shows

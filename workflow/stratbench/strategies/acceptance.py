@@ -84,7 +84,7 @@ def check_setup_keeps_scores(
         error = (actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)
     else:
         error = torch.full((), torch.inf, device=x.device)
-    if not worker.mesh.reports_for_replica(worker.rank):
+    if not worker.mesh.reports_replica_results(worker.rank):
         error.zero_()
     if worker.world_size > 1:
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
@@ -146,5 +146,7 @@ def updates_parameters_without_gradient(strategy: Strategy, trial: Trial, s: Set
     """
     changes_by_zeros = s.momentum or s.weight_decay or s.betas
     return bool(
-        strategy.updates_by_zeros and trial.names_sometimes_without_gradient and changes_by_zeros
+        strategy.updates_by_zeros
+        and trial.names_without_gradient_in_some_steps
+        and changes_by_zeros
     )

@@ -301,7 +301,7 @@ class Strategy:
         yield from ()
 
     @classmethod
-    def explain_fixed_workers(
+    def fixed_worker_count_reason(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
         """Return why workers cannot join or leave during the training, or None if they can.
@@ -361,7 +361,7 @@ class Strategy:
         """Return a context in which the strategy's libraries work with fake tensors and process groups."""
         return nullcontext()
 
-    def forget_batch(self) -> None:
+    def free_batch_dependent_memory(self) -> None:
         """Free everything that depends on the batch size, which may change with the next step."""
 
     @classmethod
@@ -382,7 +382,7 @@ class Strategy:
         return Mesh(gpus)
 
     @property
-    def num_plain_steps(self) -> int:
+    def num_uncompressed_steps(self) -> int:
         """Number of steps at the beginning that only average gradients, as plain data parallelism does."""
         return 0
 
@@ -403,22 +403,22 @@ class Strategy:
         return 0.0
 
     @property
-    def list_first_steps_by_kind(self) -> tuple[int, ...]:
+    def steps_that_change_the_work(self) -> tuple[int, ...]:
         """Indices of the steps at which the kind of work changes, such as to compression."""
         return (0,)
 
     @property
-    def steps_per_period(self) -> int:
+    def steps_until_work_repeats(self) -> int:
         """Number of steps after which the work repeats. It is 1 if all steps are alike.
 
-        The work repeats only from the last index of `list_first_steps_by_kind` on.
+        The work repeats only from the last index of `steps_that_change_the_work` on.
         """
         return 1
 
-    def choose_segment_steps(self, discarded: int, timed: int) -> tuple[int, int]:
+    def choose_discarded_and_timed_steps(self, discarded: int, timed: int) -> tuple[int, int]:
         """Return how many steps of a segment are discarded, and how many are timed.
 
-        A segment is a short timed run. Whole periods of the strategy (`steps_per_period`) are timed. The
+        A segment is a short timed run. Whole periods of the strategy (`steps_until_work_repeats`) are timed. The
         first steps are discarded, because most steps of a training do other work.
 
         Args:
@@ -426,8 +426,8 @@ class Strategy:
             timed: Smallest number of steps to time.
         """
         first, period = (
-            max(self.list_first_steps_by_kind[-1], self.num_plain_steps),
-            self.steps_per_period,
+            max(self.steps_that_change_the_work[-1], self.num_uncompressed_steps),
+            self.steps_until_work_repeats,
         )
         before = first + -(-max(0, discarded - first) // period) * period
         return before, -(-timed // period) * period
@@ -445,7 +445,7 @@ class Strategy:
         raise NotImplementedError
 
     @property
-    def accumulates_repeatedly(self) -> bool:
+    def adds_to_gradients_repeatedly(self) -> bool:
         """Whether one backward adds to a gradient several times before it is complete."""
         return bool(self.worker.trial and self.worker.trial.repeatedly_added_parameters)
 
@@ -532,16 +532,16 @@ class Strategy:
         finally:
             self.model.train()
 
-    def model_states(self) -> dict[str, int]:
+    def compute_model_state_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's parameters, gradients, optimizer state and buffers.
 
         The optimizer state includes the tensors of `extra_state`.
         """
         import torch
 
-        from stratbench.telemetry.memory import measure_model_states
+        from stratbench.telemetry.memory import measure_model_state_bytes
 
-        states = measure_model_states(self.model, self.optimizer)
+        states = measure_model_state_bytes(self.model, self.optimizer)
         tensors = filter(torch.is_tensor, self.extra_state())
         return states | {
             "optimizer_bytes": states["optimizer_bytes"] + sum(t.nbytes for t in tensors)

@@ -154,9 +154,11 @@ class Collective(Strategy):
         """Return the Euclidean norm of the full gradient on the device, without synchronising."""
         from torch.nn.utils import get_total_norm
 
-        return get_total_norm([t.grad for t in self.list_normed_tensors() if t.grad is not None])
+        return get_total_norm(
+            [t.grad for t in self.list_tensors_for_gradient_norm() if t.grad is not None]
+        )
 
-    def list_normed_tensors(self) -> list[Tensor]:
+    def list_tensors_for_gradient_norm(self) -> list[Tensor]:
         """Return the tensors with the gradients that this worker contributes to the total norm.
 
         If several workers hold a tensor, only one of them counts it.
@@ -170,7 +172,7 @@ class Collective(Strategy):
     def compute_mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of the (perhaps compiled) model on one batch part."""
         if self.chunked is None:
-            return self.compute_part_loss(self.compiled(x), y)
+            return self.compute_batch_part_loss(self.compiled(x), y)
         with self.chunked.replace_scores_by_loss(y):
             return self.compiled(x)
 
@@ -188,11 +190,11 @@ class Collective(Strategy):
         tokens = torch.empty(shape, dtype=torch.int64, device=worker.device).zero_()
         return ChunkedLoss(self.model, tokens, worker.settings.loss_chunks, worker.task.loss)
 
-    def compute_part_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+    def compute_batch_part_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of one part of the batch, from which backward computes gradients.
 
         If the task returns a sum and a weight, each target has the weight 1 here. The true weight of the
-        global batch is known only after all workers' last parts. `correct_by_weight` then corrects the loss.
+        global batch is known only after all workers' last parts. `rescale_by_target_weight` then corrects the loss.
         """
         outputs = convert_scores_for_loss(outputs, self.worker.settings.precision)
         loss, weight = compute_loss_and_weight(self.worker.task, outputs, y)
@@ -215,7 +217,7 @@ class Collective(Strategy):
         """
         return math.prod(y.shape[1:]) * self.worker.settings.per_worker_batch
 
-    def correct_by_weight(self, loss: Tensor, full_weight: float) -> Tensor:
+    def rescale_by_target_weight(self, loss: Tensor, full_weight: float) -> Tensor:
         """Rescale gradients and loss from a weight of 1 per target to the true weights.
 
         Afterwards the loss is the sum over the global batch, divided by the sum of its target weights.
@@ -235,7 +237,7 @@ class Collective(Strategy):
         for weight in self.part_weights:
             own += weight
         self.part_weights.clear()
-        factor = divide_or_zero(full_weight, self.average_batch_weight(own))
+        factor = divide_or_zero(full_weight, self.average_target_weight_over_replicas(own))
         by_kind: dict[Any, list[Tensor]] = {}
         for gradient in self.list_gradients():
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -243,7 +245,7 @@ class Collective(Strategy):
             multiply_tensors_in_place(gradients, factor.to(device, dtype))
         return loss * factor.to(loss.dtype)
 
-    def average_batch_weight(self, own_weight: Tensor) -> Tensor:
+    def average_target_weight_over_replicas(self, own_weight: Tensor) -> Tensor:
         """Return the sum of target weights of a replica's batch, averaged over the replicas.
 
         `own_weight` is the sum of this worker's batch.
@@ -252,7 +254,7 @@ class Collective(Strategy):
 
         w = self.worker
         if w.world_size > 1:
-            if not w.mesh.reports_for_replica(w.rank):
+            if not w.mesh.reports_replica_results(w.rank):
                 own_weight.zero_()
             dist.all_reduce(own_weight)
         return own_weight / w.mesh.replicas
@@ -281,10 +283,14 @@ class Collective(Strategy):
     def compute_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute the gradients of `updated_tensors` on a batch, and return the batch's mean loss."""
         parts = self.worker.settings.gradient_accumulation_steps
-        loss = self.add_gradients(x, y) if parts == 1 else self.accumulate_gradients(x, y, parts)
+        loss = (
+            self.add_batch_part_gradients(x, y)
+            if parts == 1
+            else self.accumulate_gradients(x, y, parts)
+        )
         self.assign_gradients_to_updated_tensors()
         return (
-            self.correct_by_weight(loss, self.count_targets(y))
+            self.rescale_by_target_weight(loss, self.count_targets(y))
             if self.worker.has_weighted_loss
             else loss
         )
@@ -318,14 +324,14 @@ class Collective(Strategy):
         loss = 0.0
         for part, (own_x, own_y) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True), 1):
             with self.create_sync_context(part == parts):
-                loss += self.add_gradients(own_x, own_y, parts, part == parts)
+                loss += self.add_batch_part_gradients(own_x, own_y, parts, part == parts)
         return loss
 
     def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
         """Return a context for backward of one batch part. Gradients are exchanged if `is_last_part`."""
         return nullcontext()
 
-    def add_gradients(
+    def add_batch_part_gradients(
         self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
     ) -> Tensor:
         """Run forward and backward of one batch part; return its share of the mean loss.
@@ -361,7 +367,7 @@ class Collective(Strategy):
     def weights_and_buffers(self) -> list[Tensor]:
         return [*self.local, *self.list_changed_frozen_parameters(), *self.model.buffers()]
 
-    def state_tensors(self) -> list[Tensor]:
+    def list_training_state_tensors(self) -> list[Tensor]:
         """Return the tensors of this worker's training state, in the same order in every call."""
         import torch
 
@@ -373,16 +379,16 @@ class Collective(Strategy):
         others = [t for t in [*states, *self.extra_state()] if torch.is_tensor(t)]
         return [t.detach() for t in [*self.weights_and_buffers(), *others]]
 
-    def export_counts(self) -> dict[str, Any]:
+    def export_step_counts(self) -> dict[str, Any]:
         """Return the step count since `reset` and the loss scaler's state as JSON values."""
-        scale = None if self.scaler is None else self.scaler.export_counts()
+        scale = None if self.scaler is None else self.scaler.export_step_counts()
         return {"steps": self.steps, "scale": scale}
 
-    def load_counts(self, counts: dict[str, Any]) -> None:
-        """Restore the values that `export_counts` returned. Call this after `reset`."""
+    def load_step_counts(self, counts: dict[str, Any]) -> None:
+        """Restore the values that `export_step_counts` returned. Call this after `reset`."""
         self.steps = counts["steps"]
         if self.scaler is not None:
-            self.scaler.load_counts(counts["scale"])
+            self.scaler.load_step_counts(counts["scale"])
 
     def optimizer_dtype(self) -> str | None:
         """Return the dtypes of the optimizer's moments as text. None if it has no moments."""

@@ -64,7 +64,7 @@ def check_compiled_gradients(strategy: Strategy, worker: Worker, x: Tensor, y: T
             ROUNDED_BOUND if is_rounded else BOUND,
         )
         how_they_differ = "which differ from eager ones by {:.3g} of their norm"
-    if not (worst := _reduce_to_largest(error, worker)) <= bound:
+    if not (worst := _find_largest_over_workers(error, worker)) <= bound:
         raise Refused(
             f"model {worker.settings.model!r}: compile = true: code compiled by PyTorch {torch.__version__} "
             f"computes wrong gradients, {how_they_differ.format(worst)}; set compile to false "
@@ -115,10 +115,10 @@ def _has_memory_for_eager_step(worker: Worker) -> bool:
     if worker.device.type == "cuda":
         most = torch.cuda.max_memory_allocated(worker.device)
         share += most / torch.cuda.get_device_properties(worker.device).total_memory
-    return _reduce_to_largest(share, worker) <= MAX_COMPILED_MEMORY_SHARE
+    return _find_largest_over_workers(share, worker) <= MAX_COMPILED_MEMORY_SHARE
 
 
-def _reduce_to_largest(value: Tensor, worker: Worker) -> float:
+def _find_largest_over_workers(value: Tensor, worker: Worker) -> float:
     """Return the largest of the workers' values; NaN counts as infinity.
 
     Without a process group, it is this worker's value.

@@ -28,7 +28,7 @@ SAMPLE_INTERVAL = 100
 _UNREDUCED = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
-def no_gradient_reason(parameter_names: Sequence[str]) -> str:
+def missing_gradient_reason(parameter_names: Sequence[str]) -> str:
     """Return a sentence on parameters that got no gradient, with the remedy."""
     return (
         f"{format_names(parameter_names)} got no gradient in a step, and DDP waits for one from "
@@ -128,11 +128,11 @@ class DDP(collective.Collective):
         return self.options.compress
 
     @property
-    def num_plain_steps(self) -> int:
+    def num_uncompressed_steps(self) -> int:
         return self.options.powersgd_start_step if self.compress == "powersgd" else 0
 
     @classmethod
-    def explain_fixed_workers(
+    def fixed_worker_count_reason(
         cls, options: dict[str, Any], values: Mapping[str, Any]
     ) -> str | None:
         """Return why workers cannot join and leave with PowerSGD or fp16. None with other options."""
@@ -193,7 +193,7 @@ class DDP(collective.Collective):
         elif trial.data_dependent_modules:
             yield refusals.module_skipped_by_data_reason(trial.data_dependent_modules)
         elif trial.parameters_without_gradient:
-            yield no_gradient_reason(trial.parameters_without_gradient)
+            yield missing_gradient_reason(trial.parameters_without_gradient)
         if trial.repeatedly_added_parameters:
             yield refusals.repeated_gradient_sum_reason(trial.repeatedly_added_parameters)
         if trial.data_dependent_parameters:
@@ -213,7 +213,7 @@ class DDP(collective.Collective):
             names = [trained[int(i)] for i in missing[1].split()]
             s = self.worker.settings
             raise ModelError(
-                f"model {s.model!r}: {s.strategy} cannot train it: {no_gradient_reason(names)}"
+                f"model {s.model!r}: {s.strategy} cannot train it: {missing_gradient_reason(names)}"
             ) from e
 
     def wrap(self, model: nn.Module, worker: base.Worker) -> nn.Module:

@@ -66,7 +66,7 @@ class Mesh:
             coordinate.stage * self.replicas + coordinate.replica
         ) * self.tensor + coordinate.tensor
 
-    def reports_for_replica(self, rank: int) -> bool:
+    def reports_replica_results(self, rank: int) -> bool:
         """Return whether a worker reports its replica's results, as the last stage's first does."""
         at = self.get_coordinate(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

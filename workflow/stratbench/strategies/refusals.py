@@ -35,7 +35,7 @@ def iter_unshardable_model_reasons(trial: Trial, replaces_parameters: bool = Tru
     if replaces_parameters and trial.parameters_read_elsewhere:
         yield parameter_read_elsewhere_reason(trial.parameters_read_elsewhere)
     if replaces_parameters and trial.class_dependent_parameters:
-        yield class_dependent_parameter_reason(trial.class_dependent_parameters)
+        yield parameter_class_is_read_reason(trial.class_dependent_parameters)
     if trial.overwritten_parameters:
         yield lost_parameter_changes_reason(trial.overwritten_parameters)
     if trial.repeatedly_added_parameters:
@@ -60,7 +60,7 @@ def parameter_read_elsewhere_reason(parameter_names: Sequence[str]) -> str:
     )
 
 
-def class_dependent_parameter_reason(parameter_names: Sequence[str]) -> str:
+def parameter_class_is_read_reason(parameter_names: Sequence[str]) -> str:
     """Return a sentence on parameters whose class or own attributes forward reads, with the remedy."""
     return (
         f"forward uses the class or an attribute of {format_names(parameter_names)}, which shards of "

@@ -97,7 +97,7 @@ class SavedState:
                 "reset()"
             )
         if self._attributes is not None:
-            self._attributes.restore_plain_attributes()
+            self._attributes.restore_user_attributes()
         with torch.no_grad():
             for now, then in zip(tensors, self._tensors, strict=True):
                 get_local_shard(now).copy_(then)

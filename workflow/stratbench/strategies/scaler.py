@@ -30,12 +30,12 @@ class SharedScaler(ObservableScaler):
                 dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             self._skipped += (flag > 0).squeeze()
 
-    def export_counts(self) -> dict[str, Any]:
+    def export_step_counts(self) -> dict[str, Any]:
         """Wait for the device, and return the loss scale and step counts for JSON."""
         return self.state_dict() | {"skipped": self.count_skipped_steps()}
 
-    def load_counts(self, counts: dict[str, Any]) -> None:
-        """Restore the loss scale and the step counts that `export_counts` returned."""
+    def load_step_counts(self, counts: dict[str, Any]) -> None:
+        """Restore the loss scale and the step counts that `export_step_counts` returned."""
         self.load_state_dict({key: value for key, value in counts.items() if key != "skipped"})
         self._skipped.fill_(counts["skipped"])
 

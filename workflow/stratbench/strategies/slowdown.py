@@ -71,7 +71,7 @@ class Slowdown:
         synchronise(self.device)
         time.sleep((self.factors[-1] - 1) * self.compute_s)
 
-    def summarize_delays(self) -> dict[str, Any]:
+    def summarize_slowdown(self) -> dict[str, Any]:
         """Return this worker's slowdown factors and its step time without slowdown, for the record."""
         return {
             "factor": self.factor,

@@ -37,7 +37,9 @@ class Jobs:
         if not self._cluster["skip_infeasible"]:
             return {}
         reasons = {
-            path: self._plan.infeasible_reason(cell, self.resolve_settings(cell), self._cluster)
+            path: self._plan.get_infeasibility_reason(
+                cell, self.resolve_settings(cell), self._cluster
+            )
             for path, cell in self._cells.items()
         }
         return {path: reason for path, reason in reasons.items() if reason}

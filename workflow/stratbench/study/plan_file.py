@@ -55,11 +55,11 @@ class PlanFile:
         planned = self._get_planned_needs(cell)
         return (
             planned.get("cell_time_high_s")
-            if self._has_plan_for(planned, settings, cluster)
+            if self._is_plan_for_settings_and_gpu(planned, settings, cluster)
             else None
         )
 
-    def infeasible_reason(
+    def get_infeasibility_reason(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> str | None:
         """Return the plan's reason for which the cell cannot run, or None without one.
@@ -72,9 +72,13 @@ class PlanFile:
             cluster: The `cluster` block of the config.
         """
         planned = self._get_planned_needs(cell)
-        return planned.get("infeasible") if self._has_plan_for(planned, settings, cluster) else None
+        return (
+            planned.get("infeasible")
+            if self._is_plan_for_settings_and_gpu(planned, settings, cluster)
+            else None
+        )
 
-    def _has_plan_for(
+    def _is_plan_for_settings_and_gpu(
         self, planned: Mapping[str, Any], settings: Settings, cluster: Mapping[str, Any]
     ) -> bool:
         return self.gpu == cluster["gpu"] and planned.get("settings") == compute_settings_digest(

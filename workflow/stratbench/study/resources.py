@@ -100,10 +100,10 @@ def build_job_request(
     for _, make_request in iter_imported_additions("build_job_request"):
         if (request := make_request(cell, settings, cluster, time_limit_s, needs)) is not None:
             return request
-    return build_plain_request(cell, settings, cluster, time_limit_s, needs)
+    return build_single_job_request(cell, settings, cluster, time_limit_s, needs)
 
 
-def build_plain_request(
+def build_single_job_request(
     cell: Cell,
     settings: Settings,
     cluster: Mapping[str, Any],
@@ -138,7 +138,7 @@ def build_plain_request(
         gpus=of_node if on_gpus else 0,
         cpus=worker_cpus + server_cpus,
         mem_mib=mem_mib,
-        runtime_min=compute_job_runtime_min(time_limit_s, cluster, needs.max_time_s),
+        runtime_min=compute_job_time_limit_minutes(time_limit_s, cluster, needs.max_time_s),
         is_memory_planned=planned_mib,
         server_cpus=server_cpus,
         gpu_type=cluster["gpu_type"] if on_gpus else None,
@@ -160,7 +160,7 @@ def count_workers_per_node(cell: Cell, cluster: Mapping[str, Any]) -> int:
     return -(-cell.gpus // count_nodes(cell, cluster))
 
 
-def compute_job_runtime_min(
+def compute_job_time_limit_minutes(
     time_limit_s: float | None, cluster: Mapping[str, Any], planned_s: float | None = None
 ) -> int:
     """Return the scheduler's time limit of a cell's job, in minutes.

@@ -52,7 +52,7 @@ class StepClock:
     current stream: a collective on its own stream counts only if the current stream waits for it.
 
     `begin_epoch` leaves a CUDA device idle, so that the host need not wait for space in the device's queue.
-    The time in which the host queues the next steps is then its own (`shortest_step_issue_ms`).
+    The time in which the host queues the next steps is then its own (`shortest_step_launch_ms`).
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class StepClock:
     def mark_step_end(self) -> None:
         """Mark the end of a training step."""
         if self._left_to_issue:
-            self._record_step_issue_time()
+            self._record_step_launch_time()
         self._stamps.append(self._record_cuda_event() if self._on_cuda else time.perf_counter_ns())
         self._labels.append(_STEP)
         if self._heartbeat is not None:
@@ -185,12 +185,12 @@ class StepClock:
         return {phase: total_ms / steps for phase, (steps, total_ms) in self._phases.items()}
 
     @property
-    def step_without_waits_ms(self) -> list[float]:
+    def step_times_without_waits_ms(self) -> list[float]:
         """Time of each of the last OWN_STEPS steps in ms, without waits for other workers."""
         return list(self._own_ms)
 
     @property
-    def shortest_step_issue_ms(self) -> float | None:
+    def shortest_step_launch_ms(self) -> float | None:
         """Shortest time in ms in which the host queued a step on the GPU. None if not measured.
 
         Only the first two steps after each `begin_epoch` count. Before the first step there is no time, nor
@@ -218,7 +218,7 @@ class StepClock:
         self._step_ms = array("d", measured_times["step_ms"])
         self._phases = {name: (n, ms) for name, (n, ms) in measured_times["phases"].items()}
 
-    def _record_step_issue_time(self) -> None:
+    def _record_step_launch_time(self) -> None:
         """Store how long the host took to queue the training step that ends now."""
         now_ns = time.perf_counter_ns()
         took_ms = (now_ns - self._issued_ns) / 1e6

@@ -123,7 +123,9 @@ class CollectiveCount(TorchDispatchMode):
         The result is NaN after an unknown collective.
         """
         return (
-            sum(c.count_wire_bytes(world_size) for c in self.calls) if self._is_whole else math.nan
+            sum(c.compute_ring_sent_bytes(world_size) for c in self.calls)
+            if self._is_whole
+            else math.nan
         )
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -54,7 +54,7 @@ class CollectiveCall:
         """
         return ranks_per_node % ((self.group_size or world_size) * self.rank_stride) == 0
 
-    def count_wire_bytes(self, world_size: int, samples: int = 0) -> float:
+    def compute_ring_sent_bytes(self, world_size: int, samples: int = 0) -> float:
         """Return the bytes that a rank sends, and also receives, by a ring algorithm.
 
         An all-reduce is a reduce-scatter and an all-gather (Patarasuk and Yuan, "Bandwidth optimal all-reduce

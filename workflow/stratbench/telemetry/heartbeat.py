@@ -66,7 +66,7 @@ class Heartbeat:
             self._calls += 1
             _CALLS.pack_into(self._map, _FORM.size, self._calls)
 
-    def forget_group_calls(self) -> None:
+    def delete_group_calls(self) -> None:
         """Delete the stored calls of shard groups, because another step begins."""
         self._calls = 0
         _CALLS.pack_into(self._map, _FORM.size, 0)
@@ -101,7 +101,7 @@ class HeartbeatReading(NamedTuple):
     longest_pause_s: float
 
     @property
-    def max_without_progress_s(self) -> float:
+    def hang_threshold_s(self) -> float:
         """Seconds without progress after which the worker counts as hung.
 
         Steps of a slow training take similar times, so 10 times the longest step is a hang. The warm-up
@@ -113,8 +113,8 @@ class HeartbeatReading(NamedTuple):
 
     @property
     def is_hung(self) -> bool:
-        """Whether the worker has made no progress for longer than `max_without_progress_s`."""
-        return self.without_progress_s > self.max_without_progress_s
+        """Whether the worker has made no progress for longer than `hang_threshold_s`."""
+        return self.without_progress_s > self.hang_threshold_s
 
 
 def read_heartbeat(path: Path, now_s: float, awake_since_s: float = 0.0) -> HeartbeatReading | None:

@@ -62,7 +62,7 @@ class MemoryMeter:
             return
         gc.collect()
         _trim_heap()
-        self._method = _reset_peak_resident_memory()
+        self._method = _reset_peak_and_choose_peak_method()
         self._base_bytes = _read_resident_bytes()
 
     def read_memory_since_start(self) -> dict[str, int | str]:
@@ -102,7 +102,7 @@ class MemoryMeter:
         if on_cuda:
             figures["allocated_peak_bytes"] = peak_bytes
             figures["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(self.device)
-            figures |= _read_requested_bytes(self.device)
+            figures |= _read_peak_requested_bytes(self.device)
             figures |= self._read_nvml_memory()
         return figures
 
@@ -111,13 +111,13 @@ class MemoryMeter:
         if gpu is None:
             return {}
         figures = {
-            "nvml_used_bytes": gpu.read_used_bytes(),
-            "nvml_process_used_bytes": gpu.read_process_used_bytes(),
+            "nvml_used_bytes": gpu.read_used_memory_bytes(),
+            "nvml_process_used_bytes": gpu.read_own_process_memory_bytes(),
         }
         return {name: value for name, value in figures.items() if value is not None}
 
 
-def _read_requested_bytes(device: torch.device) -> dict[str, int]:
+def _read_peak_requested_bytes(device: torch.device) -> dict[str, int]:
     """Return the peak of bytes requested from CUDA's allocator, and cuBLAS's bytes in it.
 
     cuBLAS allocates a workspace per thread and stream with its first matrix product; the function frees these
@@ -147,7 +147,7 @@ def get_cuda_uuid(device: torch.device) -> str | None:
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
 
 
-def measure_model_states(
+def measure_model_state_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
     """Return the bytes of parameters, gradients, optimizer state and buffers on this rank.
@@ -191,7 +191,7 @@ def _trim_heap() -> None:
         return
 
 
-def _reset_peak_resident_memory() -> str:
+def _reset_peak_and_choose_peak_method() -> str:
     """Set the kernel's record of peak resident memory (VmHWM) to the present resident memory.
 
     A write to /proc/self/clear_refs does this (proc(5)). It fails in containers that mount /proc read-only,

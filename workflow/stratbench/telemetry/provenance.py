@@ -154,6 +154,6 @@ def _collect_gpu_facts(device: torch.device, nvml: Nvml) -> dict[str, Any]:
         facts["nvml_reason"] = nvml.reason
     if driver := nvml.read_driver_versions():
         facts["driver"] = driver
-    if topology := nvml.list_gpu_pair_paths():
+    if topology := nvml.list_gpu_pair_pcie_paths():
         facts["topology"] = topology
     return facts

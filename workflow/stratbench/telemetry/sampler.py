@@ -137,7 +137,7 @@ class CellProcesses:
         self._with_below: set[str] = set()
         self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
-    def read_new_processes(self) -> bool:
+    def read_new_processes_if_any(self) -> bool:
         """Read new lines of the launcher's file, and return whether there are any."""
         if self._pids_file is None:
             return False
@@ -358,7 +358,7 @@ def write_samples_until_stop(
     count, in_time = 0, True
     while True:
         ending = stop.is_set() or os.getppid() != parent_pid
-        if watched.read_new_processes():
+        if watched.read_new_processes_if_any():
             _bind_to_cores(allowed_cores - watched.list_bound_cores())
         t_s = round(time.monotonic() - origin_s, 3)
         rows = [{"t_s": t_s} | row for row in (host.sample_node(), *watched.sample_processes())]
@@ -373,7 +373,7 @@ def write_samples_until_stop(
                 foreign_processes.write_foreign_processes()
             return
         count += in_time
-        in_time = _wait_for_next_sample(wake, begun_s + count * period_s, parent_pid)
+        in_time = _wait_until_due_or_woken(wake, begun_s + count * period_s, parent_pid)
         wake.clear()
 
 
@@ -411,11 +411,11 @@ def sample_gpus(gpus: Sequence[Gpu], origin_s: float, pcie_snapshots: bool) -> l
     if pcie_snapshots:
         for gpu, row in zip(gpus, rows, strict=True):
             if "pcie_tx_bytes" not in row:
-                row |= gpu.measure_pcie_rates()
+                row |= gpu.measure_pcie_bytes_per_s()
     return rows
 
 
-def _wait_for_next_sample(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
+def _wait_until_due_or_woken(wake: threading.Event, due_s: float, parent_pid: int) -> bool:
     """Wait until `due_s`, until `wake` is set, or until the parent process ends.
 
     Returns:

@@ -220,8 +220,8 @@ class _EnergySeries:
         self.power: list[tuple[float, float]] = []
 
     def compute_joules_between(self, t0_s: float, t1_s: float) -> float | None:
-        counted = _compute_energy_by_counter(self.counter, t0_s, t1_s)
-        return _compute_energy_by_power(self.power, t0_s, t1_s) if counted is None else counted
+        counted = _compute_joules_from_counter(self.counter, t0_s, t1_s)
+        return _compute_joules_from_power(self.power, t0_s, t1_s) if counted is None else counted
 
 
 def _read_energy_samples_by_gpu(
@@ -259,7 +259,7 @@ def _find_phase_at(intervals: list[PhaseInterval], t_s: float) -> str:
     return ""
 
 
-def _compute_energy_by_counter(
+def _compute_joules_from_counter(
     series: list[tuple[float, float]], t0_s: float, t1_s: float
 ) -> float | None:
     values = [value for _, value in series]
@@ -270,7 +270,7 @@ def _compute_energy_by_counter(
     return None if at_start is None or at_end is None else at_end - at_start
 
 
-def _compute_energy_by_power(
+def _compute_joules_from_power(
     series: list[tuple[float, float]], t0_s: float, t1_s: float
 ) -> float | None:
     at_start, at_end = _interpolate_at(series, t0_s), _interpolate_at(series, t1_s)

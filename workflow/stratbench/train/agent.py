@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 from stratbench.cell.extensions import import_attribute
 from stratbench.cell.run_folder import format_worker_name
-from stratbench.telemetry.machine.busy import measure_other_load
-from stratbench.telemetry.machine.foreign_processes import identify_gpu
+from stratbench.telemetry.machine.busy import measure_load_of_other_programs
+from stratbench.telemetry.machine.foreign_processes import find_gpu_index_and_uuid
 from stratbench.telemetry.machine.nvml import Nvml
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
@@ -157,7 +157,7 @@ def run_node_processes(
             node, locate_processes([p.name for p in processes], gpus)
         )
         sampler = Sampler(
-            job.folder.get_samples_path(node),
+            job.folder.get_timeline_samples_path(node),
             job.folder.get_pid_list_path(node),
             job.origin_s,
             foreign_processes=job.folder.get_foreign_processes_path(node),
@@ -167,7 +167,7 @@ def run_node_processes(
         try:
             # The load of other programs is measured before the training. Only the cell's fork server may run
             # already.
-            job.folder.write_load_of_other_processes(node, measure_other_load())
+            job.folder.write_load_of_other_processes(node, measure_load_of_other_programs())
             for p in processes:
                 p.start()
                 sampler.watch_process(p.name, p.pid, with_descendants=p.starts_others)
@@ -232,7 +232,7 @@ def locate_processes(names: list[str], gpus: dict[str, str]) -> dict[str, dict[s
     host = {"host": socket.gethostname()}
     nvml = Nvml() if gpus else None
     return {
-        name: host | ({"gpu": identify_gpu(nvml, gpus[name])} if name in gpus else {})
+        name: host | ({"gpu": find_gpu_index_and_uuid(nvml, gpus[name])} if name in gpus else {})
         for name in dict.fromkeys([*names, *gpus])
     }
 
@@ -321,7 +321,7 @@ def handle_stop_signals(action: Callable[[int], None]) -> None:
             signal.signal(signum, lambda number, frame: action(number))
 
 
-def raise_stopped(signum: int) -> None:
+def raise_stopped_error(signum: int) -> None:
     """Raise Stopped, and ignore later signals, which must not interrupt the clean-up."""
     handle_stop_signals(lambda _: None)
     raise Stopped(signum)
@@ -341,7 +341,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     job = Job.from_json(args.job.read_text(encoding="utf-8"))
-    handle_stop_signals(raise_stopped)
+    handle_stop_signals(raise_stopped_error)
     node = int(os.environ["SLURM_NODEID"])
     try:
         with create_scratch_folder() as local:

@@ -164,10 +164,10 @@ def build_time_entry(
         "breakdown_note": strategy.breakdown_note,
         "throughput_samples_per_s": applied / train_time_s if train_time_s else None,
         "setup_s": compute_setup_s(reporting_worker, has_constant_workers, job.earlier_attempts_s),
-        "data_s": find_longest_phase_s(workers, "data_s"),
-        "warmup_s": find_longest_phase_s(workers, "warmup_s"),
+        "data_s": find_longest_phase_time_s(workers, "data_s"),
+        "warmup_s": find_longest_phase_time_s(workers, "warmup_s"),
         **get_largest_compile_counts(workers),
-        "eval_s": None if s.steps else find_longest_phase_s(workers, "eval_s"),
+        "eval_s": None if s.steps else find_longest_phase_time_s(workers, "eval_s"),
         "time_limit_s": job.time_limit_s,
     }
 
@@ -278,7 +278,7 @@ def get_largest_compile_counts(workers: list[dict[str, Any]]) -> dict[str, float
     return {key: max(f[key] for f in figures) for key in keys} if figures else {}
 
 
-def find_longest_phase_s(workers: list[dict[str, Any]], phase_key: str) -> float | None:
+def find_longest_phase_time_s(workers: list[dict[str, Any]], phase_key: str) -> float | None:
     """Return the longest time in seconds that a worker spent in a phase. None if unknown.
 
     `phase_key` is the phase's key in the results, such as `data_s`.

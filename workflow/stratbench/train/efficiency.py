@@ -173,7 +173,7 @@ def build_energy_entry(
     """
     if not totals.get("samples_applied") or intervals is None or job.earlier_attempts:
         return None
-    joules = compute_energy_joules(job.folder.list_sample_paths(), intervals)
+    joules = compute_energy_joules(job.folder.list_timeline_samples_paths(), intervals)
     if joules is None:
         return None
     return {"train_joules": joules, "joules_per_sample": joules / totals["samples_applied"]}

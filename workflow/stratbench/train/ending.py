@@ -16,12 +16,12 @@ from stratbench.telemetry.machine.foreign_processes import describe_gpu
 from stratbench.train.agent import Exits, ProcessExit
 from stratbench.train.job import Job
 from stratbench.train.standing import (
-    failed_at_limit_reason,
+    failure_at_time_limit_reason,
     find_first_step_with_unequal_calls,
     hang_reason,
     read_worker_states,
 )
-from stratbench.workload.users_code import different_group_calls_reason
+from stratbench.workload.users_code import describe_different_group_calls
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def classify_collective_ending(
     # NCCL.
     if step is not None:
         return CellEnding(
-            "unsupported", different_group_calls_reason(s.model, s.strategy, f"step {step}")
+            "unsupported", describe_different_group_calls(s.model, s.strategy, f"step {step}")
         )
     killed = [p for p in exits.processes if p.exit_code is not None and p.exit_code < 0]
     if killed:
@@ -146,7 +146,7 @@ def make_hang_or_limit_ending(job: Job, exits: Exits) -> CellEnding:
         return CellEnding(
             "error", hang_reason(read_worker_states(job)) or "it hangs: no worker made progress"
         )
-    return make_time_limit_ending(job, failed_at_limit_reason(job))
+    return make_time_limit_ending(job, failure_at_time_limit_reason(job))
 
 
 def make_time_limit_ending(job: Job, failure_reason: str | None) -> CellEnding:

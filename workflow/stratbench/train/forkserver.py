@@ -115,10 +115,10 @@ class Process:
         """
         request = self._request | {"env": dict(os.environ), "cwd": os.getcwd()}
         self.sentinel.connect(os.fspath(self._server))
-        greeting = _receive_server_answer(self.sentinel)
+        greeting = _receive_server_answer_number(self.sentinel)
         if greeting is not None:
             self.sentinel.sendall(json.dumps(request).encode() + b"\n")
-            self.pid = _receive_server_answer(self.sentinel)
+            self.pid = _receive_server_answer_number(self.sentinel)
         if self.pid is not None and self.pid < 0:
             code, self.pid = -self.pid, None
             raise OSError(code, f"{self.name} cannot be forked: {os.strerror(code)}")
@@ -133,7 +133,7 @@ class Process:
         The code is negative if a signal has killed the process.
         """
         if self.exitcode is None and wait([self.sentinel], timeout):
-            code = _receive_server_answer(self.sentinel)
+            code = _receive_server_answer_number(self.sentinel)
             # No answer means that the server was killed, and the process with it.
             self.exitcode = -signal.SIGKILL if code is None else code
             self.sentinel.close()
@@ -220,10 +220,10 @@ def _find_shared_server_address() -> Path | None:
             probe.connect(os.fspath(path))
         except OSError:
             return None
-        return path if _receive_server_answer(probe) is not None else None
+        return path if _receive_server_answer_number(probe) is not None else None
 
 
-def _receive_server_answer(connection: socket.socket) -> int | None:
+def _receive_server_answer_number(connection: socket.socket) -> int | None:
     """Return the next answer of the fork server, or None if the server has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
@@ -356,14 +356,14 @@ class _Server:
             os.environ.clear()
             os.environ.update(request["env"])
             os.chdir(request["cwd"])
-            threading.Thread(target=self._end_with_server, daemon=True).start()
+            threading.Thread(target=self._kill_self_when_server_ends, daemon=True).start()
             find_entry_function(request["entry"], self._entries)(*request["args"])
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
 
-    def _end_with_server(self) -> None:
+    def _kill_self_when_server_ends(self) -> None:
         os.read(self._alive, 1)
         os.kill(os.getpid(), signal.SIGKILL)
 

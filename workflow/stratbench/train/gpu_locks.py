@@ -55,7 +55,7 @@ def list_visible_gpus() -> list[str]:
     return list(names.values())
 
 
-def unknown_gpu_reason() -> str | None:
+def describe_unknown_visible_gpu() -> str | None:
     """Return a clause about the first name in CUDA_VISIBLE_DEVICES that belongs to no GPU.
 
     The result is None if there is no such name.
@@ -106,7 +106,7 @@ def wants_cuda(device: str, visible_gpus: list[str]) -> bool:
         reason, visible = nvml.Nvml().reason, os.environ.get(VARIABLE)
         problem = "no GPU is visible here"
         if visible is not None:
-            problem += f" ({unknown_gpu_reason() or f'{VARIABLE} = {visible!r}'})"
+            problem += f" ({describe_unknown_visible_gpu() or f'{VARIABLE} = {visible!r}'})"
         elif reason:
             problem += f" and NVML does not answer ({reason})"
     if problem:
@@ -121,7 +121,7 @@ def unusable_gpu_reason() -> str | None:
     """Return why a GPU of this machine cannot be used. None if there is no GPU."""
     if VARIABLE in os.environ:
         named = _split_gpu_names(os.environ[VARIABLE])[:1]
-        return unknown_gpu_reason() if named and _NAME.fullmatch(named[0]) else None
+        return describe_unknown_visible_gpu() if named and _NAME.fullmatch(named[0]) else None
     files, reason = sorted(glob(DEVICE_FILES)), nvml.Nvml().reason
     if not files or reason is None:
         return None
@@ -144,7 +144,7 @@ def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]
     """
     if gpu_count > len(visible_gpus):
         visible_names = "; ".join(
-            filter(None, [", ".join(visible_gpus) or "none", unknown_gpu_reason()])
+            filter(None, [", ".join(visible_gpus) or "none", describe_unknown_visible_gpu()])
         )
         raise DeviceError(
             f"the cell needs {gpu_count} GPUs on this node, but {len(visible_gpus)} are visible "
@@ -155,7 +155,9 @@ def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]
         yield []
         return
     folder = create_private_folder()
-    locks = {gpu: folder / f"gpu-{name}" for gpu, name in list_gpu_lock_names(visible_gpus).items()}
+    locks = {
+        gpu: folder / f"gpu-{name}" for gpu, name in get_lock_names_by_gpu(visible_gpus).items()
+    }
     with ExitStack() as held:
         mine: list[str] = []
         announced = False
@@ -180,7 +182,7 @@ def reserve_gpus(visible_gpus: list[str], gpu_count: int) -> Iterator[list[str]]
         yield mine
 
 
-def list_gpu_lock_names(gpus: list[str]) -> dict[str, str]:
+def get_lock_names_by_gpu(gpus: list[str]) -> dict[str, str]:
     """Return the name of each GPU's lock file as a dict by GPU.
 
     The name is the GPU's full UUID if NVML knows it. A number would not identify the GPU, because a scheduler
@@ -203,7 +205,7 @@ def reserve_cell_gpus(settings: Settings, n_nodes: int) -> Iterator[bool]:
     """
     gpus = [] if settings.device == "cpu" else list_visible_gpus()
     cuda = wants_cuda(settings.device, gpus)
-    if settings.device != "cpu" and (unknown := unknown_gpu_reason()):
+    if settings.device != "cpu" and (unknown := describe_unknown_visible_gpu()):
         print(f"{unknown}: as in CUDA it hides what follows; visible: {', '.join(gpus) or 'none'}")
     with reserve_gpus(gpus, settings.gpus if cuda and n_nodes == 1 else 0) as mine:
         if mine:

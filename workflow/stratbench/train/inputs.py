@@ -58,7 +58,7 @@ def check_prepared_data(folder: Path, s: Settings) -> None:
             f"has only {meta['train_samples']} training samples; use a smaller batch"
         )
     try:
-        models.compute_input_shape(models.get_model(s), tuple(meta["shape"]))
+        models.compute_input_shape(models.get_model_or_name(s), tuple(meta["shape"]))
     except ValueError as e:
         raise DataError(f"data set {s.dataset!r}: {e}") from e
 
@@ -99,7 +99,7 @@ def build_data_entry(job: Job, meta: dict[str, Any]) -> dict[str, Any]:
         "test_samples": meta["test_samples"],
         "synthetic": meta["generated"],
         **({"buffered_batches": BUFFERED_BATCHES} if buffered else {}),
-        **build_own_data_entry(job),
+        **build_user_data_entry(job),
     }
 
 
@@ -110,7 +110,7 @@ def build_model_entry_without_worker(job: Job) -> dict[str, Any]:
         "trainable_parameters": None,
         "initial_weights_sha256": None,
         "input_shape": list(
-            models.compute_input_shape(models.get_model(job.settings), job.data_shape)
+            models.compute_input_shape(models.get_model_or_name(job.settings), job.data_shape)
         ),
         "classes": job.data["classes"],
         "batchnorm": None,
@@ -167,7 +167,7 @@ def build_files_entry(files: Mapping[str, Path]) -> dict[str, Any]:
     return {"files": list(files), "git": git}
 
 
-def build_own_data_entry(job: Job) -> dict[str, Any]:
+def build_user_data_entry(job: Job) -> dict[str, Any]:
     """Return the entry `own` on a user's own data set, for `data` in the record."""
     spec = job.settings.data_spec
     if not is_own_data_set(spec):

@@ -115,7 +115,7 @@ def run_launcher(
     print(first_line, flush=True)
     with ExitStack() as held:
         try:
-            agent.handle_stop_signals(agent.raise_stopped)
+            agent.handle_stop_signals(agent.raise_stopped_error)
             if parent_pid is not None:
                 terminate_when_ancestor_ends(parent_pid)
             work(held)
@@ -131,12 +131,12 @@ def run_launcher(
             print(f"{format_cell_or_block_title(launched)}: {e}", flush=True)
             return 1
         except Failure as e:
-            return store_failure_evidence(get_log_dir(), launched, str(e), e.processes)
+            return store_failure_and_get_exit_code(get_log_dir(), launched, str(e), e.processes)
         except (gpu_locks.DeviceError, DataError, record.RecordError, ModelError, OSError) as e:
-            return store_failure_evidence(get_log_dir(), launched, str(e), [])
+            return store_failure_and_get_exit_code(get_log_dir(), launched, str(e), [])
         except Exception as e:
             trace = "".join(traceback.format_exception(e)).splitlines()
-            return store_failure_evidence(
+            return store_failure_and_get_exit_code(
                 get_log_dir(), launched, f"{type(e).__name__}: {e}", [], trace
             )
 
@@ -193,7 +193,9 @@ def train_locked_cell(args: argparse.Namespace, cell: Cell, settings: Settings) 
         raise Failure(ending.reason, exits.processes)
     # The cell has a result now, which a signal must not prevent from being written.
     agent.handle_stop_signals(lambda _: None)
-    merge_timeline(job.folder.list_sample_paths(), job.folder.list_phase_log_paths(), args.timeline)
+    merge_timeline(
+        job.folder.list_timeline_samples_paths(), job.folder.list_phase_log_paths(), args.timeline
+    )
     finished = assemble.make_record(job, ending)
     record.write_record(args.record, finished)
     shutil.rmtree(job.folder.saved_state_dir, ignore_errors=True)
@@ -293,7 +295,9 @@ def create_job(
             folder=RunFolder.from_log_dir(logs or args.logs, local),
             workers_per_node=workers_per_node,
             use_cuda=use_cuda,
-            threads=create_runner(settings).count_threads(settings, workers_per_node, args),
+            threads=create_runner(settings).count_threads_per_worker(
+                settings, workers_per_node, args
+            ),
             origin_unix_s=time.time(),
             origin_s=time.monotonic(),
             time_limit_s=args.time_limit_s or None,
@@ -303,7 +307,7 @@ def create_job(
         )
 
 
-def store_failure_evidence(
+def store_failure_and_get_exit_code(
     log_dir: Path,
     cell: CellOrBlock,
     reason: str,
@@ -324,7 +328,7 @@ def store_failure_evidence(
     """
     folder, path = RunFolder.from_log_dir(log_dir), log_dir / record.FAILURE_FILE
     logs = {p.name: read_last_lines(p)[-EVIDENCE_LINES:] for p in folder.list_log_paths()}
-    stacks = {p.name: read_stack_calls(p)[:EVIDENCE_LINES] for p in folder.list_stack_paths()}
+    stacks = {p.name: read_stack_calls(p)[:EVIDENCE_LINES] for p in folder.list_stack_trace_paths()}
     places = folder.read_process_locations()
     if trace:
         logs["launcher"] = trace[-EVIDENCE_LINES:]

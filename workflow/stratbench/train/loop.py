@@ -35,7 +35,7 @@ from stratbench.workload.generators import Generators
 from stratbench.workload.tasks import (
     EvaluationResult,
     Task,
-    compute_batch_sums,
+    compute_loss_and_score_sums,
     compute_test_loss_and_score,
 )
 from stratbench.workload.torch_internals import wait_for_collectives
@@ -106,7 +106,9 @@ def train(
     reason = used = None
     in_all = s.count_steps(data.train_samples)
     steps_per_epoch = data.train_samples // s.global_batch
-    starts = [activity.restore_start(clock, progress.epoch_results) for activity in activities]
+    starts = [
+        activity.restore_training_start(clock, progress.epoch_results) for activity in activities
+    ]
     start = max(starts, key=lambda each: each.steps, default=TrainingStart())
     for entry in start.epochs:
         progress.append_epoch(entry)
@@ -140,15 +142,15 @@ def train(
         where = f"step {steps} of {s.steps}" if s.steps else f"epoch {epoch + 1} of {s.epochs}"
         if reason := divergence_reason(mean_losses, where):
             break
-        if steps < in_all and find_next_clock_stop(activities) == steps:
+        if steps < in_all and find_earliest_clock_stop_step(activities) == steps:
             call_due_activities(activities, steps, [])
     status, samples = "diverged" if reason else "ok", steps * strategy.samples_per_step(s)
     return TrainingResult(status, reason, clock, progress, steps, samples, used)
 
 
-def find_next_clock_stop(activities: Sequence[Beside]) -> int | None:
+def find_earliest_clock_stop_step(activities: Sequence[Beside]) -> int | None:
     """Return the next step number after which an activity needs the clock to stop. None if never."""
-    stops = [activity.find_next_stop() for activity in activities]
+    stops = [activity.find_next_clock_stop_step() for activity in activities]
     return min((stop for stop in stops if stop is not None), default=None)
 
 
@@ -163,7 +165,7 @@ def call_due_activities(
         losses: Losses of the present epoch so far.
     """
     for activity in activities:
-        if activity.find_next_stop() == step:
+        if activity.find_next_clock_stop_step() == step:
             activity.act_after_step(step, losses)
 
 
@@ -287,7 +289,7 @@ def train_epoch(
     losses, per_epoch = list(earlier_losses), data.train_samples // s.global_batch
     last = per_epoch if max_steps is None else min(per_epoch, max_steps)
     while True:
-        stop = find_next_clock_stop(activities)
+        stop = find_earliest_clock_stop_step(activities)
         until = last if stop is None else min(stop - epoch * per_epoch, last)
         stretch = islice(batches, until - len(losses))
         log.write_phase_event("train", "start")
@@ -394,7 +396,7 @@ def evaluate_test_set(
     with strategy.open_evaluation_model() as model, torch.no_grad():
         for i in range(rounds):
             start = (i * mesh.replicas + share) * batch
-            counts = start < total and mesh.reports_for_replica(rank)
+            counts = start < total and mesh.reports_replica_results(rank)
             x, y = (
                 data.make_test_batch(start, start + batch)
                 if start < total
@@ -402,7 +404,7 @@ def evaluate_test_set(
             )
             outputs = model(x)
             if counts:
-                sums += compute_batch_sums(task, outputs, y)
+                sums += compute_loss_and_score_sums(task, outputs, y)
             if heartbeat is not None:
                 heartbeat.record_progress()
     if mesh.num_workers > 1:
@@ -417,7 +419,7 @@ def average_over_replicas(value: torch.Tensor, worker: Worker) -> float:
     only.
     """
     if worker.world_size > 1:
-        if not worker.mesh.reports_for_replica(worker.rank):
+        if not worker.mesh.reports_replica_results(worker.rank):
             value = torch.zeros_like(value)
         dist.all_reduce(value)
     return float(value) / worker.mesh.replicas

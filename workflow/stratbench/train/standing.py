@@ -128,7 +128,7 @@ def write_worker_states(
     if stepless or all(standings[p.name]["is_hung"] for p in running if p.name in standings):
         request_process_stacks(job, running)
         for name, entry in standings.items():
-            entry["innermost_call"] = read_innermost_call(job.folder.get_stack_path(name))
+            entry["innermost_call"] = read_innermost_call(job.folder.get_stack_trace_path(name))
     job.folder.write_worker_states(node, standings)
 
 
@@ -145,12 +145,12 @@ def read_worker_phase(job: Job, rank: int) -> str:
 def request_process_stacks(job: Job, running: Sequence[Process]) -> None:
     """Make processes write their stack traces, and wait up to STACKS_S for these."""
     answering = [
-        p for p in running if p.pid is not None and job.folder.get_stack_path(p.name).exists()
+        p for p in running if p.pid is not None and job.folder.get_stack_trace_path(p.name).exists()
     ]
     for process in answering:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, STACK_SIGNAL)
-    paths = [job.folder.get_stack_path(process.name) for process in answering]
+    paths = [job.folder.get_stack_trace_path(process.name) for process in answering]
     ends_s = time.monotonic() + STACKS_S
     before = None
     while time.monotonic() < ends_s:
@@ -195,7 +195,7 @@ def read_innermost_call(path: Path) -> str | None:
     return f"{match['function']} ({os.path.basename(match['path'])}:{match['line']})"
 
 
-def failed_at_limit_reason(job: Job) -> str | None:
+def failure_at_time_limit_reason(job: Job) -> str | None:
     """Return why a cell that reached its time limit counts as failed. None if it was only slow.
 
     The cell counts as failed if no worker had taken a step, or if it hung (`hang_reason`).

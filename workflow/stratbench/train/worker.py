@@ -73,7 +73,7 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
     """
     job = Job.from_json(job_json)
     redirect_output(job.folder.get_log_path(format_worker_name(rank)))
-    write_stacks_on_signal(job.folder.get_stack_path(format_worker_name(rank)))
+    write_stacks_on_signal(job.folder.get_stack_trace_path(format_worker_name(rank)))
     lock_cell_as_worker(job.folder.log_dir)
     if job.deadline_s is not None and time.monotonic() >= job.deadline_s:
         # The worker just ends: its agent detects that the time limit is over, and reports it.
@@ -82,7 +82,7 @@ def main(job_json: str, rank: int, local_rank: int) -> None:
         result = train_as_worker(job, rank, local_rank)
     except Exception as e:
         traceback.print_exc()
-        outcome, code = build_error_result(e)
+        outcome, code = build_error_result_and_exit_code(e)
         # Only a RuntimeError that is not of the host's allocator may mean that the GPU is full.
         of_gpu = isinstance(e, RuntimeError) and "CPUAllocator" not in str(e)
         if code == EXIT_OOM and job.use_cuda and of_gpu:
@@ -313,7 +313,7 @@ def add_model_descriptions(
     }
     details = measured["strategy"]["details"]
     if ready.slowdown.factors:
-        details["slowdown"] = ready.slowdown.summarize_delays()
+        details["slowdown"] = ready.slowdown.summarize_slowdown()
     if built.trial is not None and acceptance.updates_parameters_without_gradient(
         strategy, built.trial, s
     ):
@@ -343,7 +343,7 @@ def load_data(job: Job, device: torch.device) -> DeviceData:
     data = DeviceData.load_prepared_data_set(
         job.data_dir,
         device,
-        models.compute_input_shape(models.get_model(s), job.data_shape),
+        models.compute_input_shape(models.get_model_or_name(s), job.data_shape),
         dtype=get_weights_dtype(s.precision),
         memory_format=get_batch_memory_format(s.precision, device.type),
         data_placement=s.data_placement,
@@ -366,7 +366,7 @@ def build_model_and_task(
         data: Data set.
         device: Device of the worker.
     """
-    network, classes = models.get_model(s), data.meta["classes"]
+    network, classes = models.get_model_or_name(s), data.meta["classes"]
     shape = models.compute_input_shape(network, tuple(data.meta["shape"]))
     model = models.build_model_for_training(
         network,
@@ -498,9 +498,9 @@ def build_worker_result(
         "epoch_starts_s": clock.epoch_starts_s,
         "epoch_times_s": clock.epoch_times_s,
         "step_ms": clock.step_ms,
-        "own_ms": clock.step_without_waits_ms,
+        "own_ms": clock.step_times_without_waits_ms,
         # In a strategy's own training loop, the time to queue a step may contain waits for other processes.
-        "issue_ms": None if strategy.loop else clock.shortest_step_issue_ms,
+        "issue_ms": None if strategy.loop else clock.shortest_step_launch_ms,
         "core_wait_s": clock.core_waits.longest_core_wait_s,
         "breakdown_ms": clock.phase_means_ms,
         "phases_s": start.phases.compute_seconds_by_phase(),
@@ -508,13 +508,13 @@ def build_worker_result(
         "per_epoch": result.progress.epoch_results,
         "losses": result.losses,
         "memory": result.memory,
-        "model_states": strategy.model_states(),
+        "model_states": strategy.compute_model_state_bytes(),
         "strategy": strategy.report(),
         "communication": strategy.communication(),
     }
 
 
-def build_error_result(e: Exception) -> tuple[dict[str, Any], int]:
+def build_error_result_and_exit_code(e: Exception) -> tuple[dict[str, Any], int]:
     """Return the result that a worker writes about its error, and the worker's exit code."""
     reason = str(e) if isinstance(e, Refused) else format_error_line(e)
     if is_out_of_memory_error(e):

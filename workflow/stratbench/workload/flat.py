@@ -9,7 +9,7 @@ import torch
 ALIGN_BYTES = 64
 
 
-def compute_flat_offsets_and_length(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
+def compute_element_offsets_and_count(tensors: list[torch.Tensor]) -> tuple[list[int], int]:
     """Return each tensor's first index in the flat tensor, and the flat tensor's length.
 
     Both are in elements.

@@ -100,7 +100,7 @@ class Generators(NamedTuple):
 
 
 @contextmanager
-def restore_random_generators(device: torch.device | None = None) -> Iterator[Generators]:
+def preserve_random_generators(device: torch.device | None = None) -> Iterator[Generators]:
     """Restore the states of all random generators after the block. Yield these states."""
     states = Generators.capture_states(device)
     try:

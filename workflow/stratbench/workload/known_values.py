@@ -68,7 +68,7 @@ class KnownValueFakeMode(FakeTensorMode):
                 return out
             out = self.from_tensor(out)
         if type(func) is OpOverload:
-            self._store_recipe(func, args, kwargs, out)
+            self._store_recomputation_recipe(func, args, kwargs, out)
         return out
 
     def _make_fake_grouped_product(
@@ -85,19 +85,22 @@ class KnownValueFakeMode(FakeTensorMode):
 
         The result is None if the values of its operands are unknown, or if they are too large.
         """
-        recipe = self._build_recipe(operator, args, kwargs, 1)
+        recipe = self._build_recomputation_recipe(operator, args, kwargs, 1)
         if (
             recipe is None
-            or sum(r.num_elements for r in _collect_recipes(recipe, set())) > MAX_NUMBERS
+            or sum(r.num_elements for r in _collect_recipe_and_operand_recipes(recipe, set()))
+            > MAX_NUMBERS
         ):
             return None
         return _compute_real_operand(recipe, {})
 
-    def _store_recipe(self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def _store_recomputation_recipe(
+        self, operator: Any, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
         """Attach a recipe to an operator's result, unless the result's values depend on data."""
         recipe = None
         if isinstance(result, Tensor) and result.layout is torch.strided:
-            recipe = self._build_recipe(operator, args, kwargs, result.numel())
+            recipe = self._build_recomputation_recipe(operator, args, kwargs, result.numel())
         if has_mutable_argument(operator):
             for tensor in _iter_written_operands(operator, args, kwargs):
                 # An in-place write changes all views of a storage. Counting it invalidates their recipes.
@@ -111,7 +114,7 @@ class KnownValueFakeMode(FakeTensorMode):
         if recipe is not None:
             result.recipe = recipe, self._written.setdefault(_get_tensor_storage_key(result), 0)
 
-    def _build_recipe(
+    def _build_recomputation_recipe(
         self, operator: Any, args: Any, kwargs: dict[str, Any], num_elements: int
     ) -> Recipe | None:
         first = []
@@ -195,14 +198,14 @@ def _iter_operand_recipes(operands: list[Any]) -> Iterator[Recipe]:
             yield from _iter_operand_recipes(operand)
 
 
-def _collect_recipes(recipe: Recipe, collected: set[Recipe]) -> set[Recipe]:
+def _collect_recipe_and_operand_recipes(recipe: Recipe, collected: set[Recipe]) -> set[Recipe]:
     """Return a recipe, and recursively the recipes of its operands."""
     if recipe not in collected:
         collected.add(recipe)
         for part in _iter_operand_recipes(
             [recipe.positional_operands, list(recipe.keyword_operands.values())]
         ):
-            _collect_recipes(part, collected)
+            _collect_recipe_and_operand_recipes(part, collected)
     return collected
 
 

@@ -432,7 +432,7 @@ class EvaluationResult(NamedTuple):
     left_out: int
 
 
-def compute_batch_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
+def compute_loss_and_score_sums(task: Task, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return sums over a test batch, from which `compute_test_loss_and_score` computes loss and score.
 
     The caller adds up these sums over batches and workers. The result is float64 [8]: the sum of losses, and

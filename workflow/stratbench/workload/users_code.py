@@ -60,7 +60,7 @@ def invalid_call_reason(call: str) -> str | None:
     return "is not a module and a name within it; write my_net.MyNet or my_net:MyNet"
 
 
-def get_top_level_module(call: str) -> str:
+def get_top_level_module_name(call: str) -> str:
     """Return the top-level module or package in a call. For `my_net:MyNet`, it is `my_net`."""
     return re.split(r"[.:]", call, maxsplit=1)[0]
 
@@ -83,7 +83,7 @@ def find_source_files(call: str, code_folders: Iterable[Path]) -> dict[str, Path
         The files by their paths relative to the folder; none if no folder has the module.
     """
     code_folders, by_path, seen = list(code_folders), {}, set()
-    waiting = [get_top_level_module(call)]
+    waiting = [get_top_level_module_name(call)]
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -92,7 +92,7 @@ def find_source_files(call: str, code_folders: Iterable[Path]) -> dict[str, Path
         for folder in code_folders:
             if files := _list_module_files(folder, name, accepts_namespace_package=len(seen) == 1):
                 by_path |= {path.relative_to(folder).as_posix(): path for path in files}
-                waiting += [top for path in files for top in _list_imports(path)]
+                waiting += [top for path in files for top in _list_imported_module_names(path)]
                 break
     return dict(sorted(by_path.items()))
 
@@ -108,7 +108,7 @@ def _list_module_files(
     return sorted(package.rglob("*.py")) if accepts_namespace_package and package.is_dir() else []
 
 
-def _list_imports(path: Path) -> list[str]:
+def _list_imported_module_names(path: Path) -> list[str]:
     """Return the top-level modules that a Python file imports. The list is empty if its syntax is invalid."""
     try:
         tree = ast.parse(path.read_bytes())
@@ -140,13 +140,13 @@ def compute_code_fingerprint(
     """
     if files := find_source_files(call, code_folders):
         own = {Path(name).parts[0].removesuffix(".py") for name in files}
-        imported = {name for path in files.values() for name in _list_imports(path)}
+        imported = {name for path in files.values() for name in _list_imported_module_names(path)}
         others = sorted(imported - own - RECORDED - sys.stdlib_module_names)
         versions = {name: _find_package_version(name) for name in others}
         text = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         return {"sha256": hash_named_files(files), "version": text or None}
     version, beside = (
-        _find_package_version(get_top_level_module(call)),
+        _find_package_version(get_top_level_module_name(call)),
         [f"{p} {_find_package_version(p)}" for p in packages],
     )
     return {"sha256": None, "version": ", ".join([str(version), *beside]) if beside else version}
@@ -170,7 +170,7 @@ def unimportable_code_reason(call: str, code_folders: Iterable[Path]) -> str | N
         call: The call.
         code_folders: Folders of the user's code.
     """
-    top = get_top_level_module(call)
+    top = get_top_level_module_name(call)
     # Python also searches the working directory.
     code_folders = [*code_folders, Path.cwd()]
     file = next((f for f in (folder / f"{top}.py" for folder in code_folders) if f.is_file()), None)
@@ -189,7 +189,7 @@ def unimportable_code_reason(call: str, code_folders: Iterable[Path]) -> str | N
     except ValueError as e:
         return f"{file.name}: {e}"
     name = re.split(r"[.:]", call)[1]
-    if _list_names_in_module(tree) & {name, "*", "__getattr__", "globals"}:
+    if _list_names_defined_in_module(tree) & {name, "*", "__getattr__", "globals"}:
         return None
     defined = [n.name for n in tree.body if isinstance(n, ast.ClassDef | ast.FunctionDef)]
     return (
@@ -219,7 +219,7 @@ def _is_installed_module(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _list_names_in_module(module_tree: ast.Module) -> set[str]:
+def _list_names_defined_in_module(module_tree: ast.Module) -> set[str]:
     """Return all names that a file defines, imports or uses. A star import adds `*`."""
     names = set()
     for node in ast.walk(module_tree):
@@ -286,7 +286,7 @@ def import_user_object(user_callable: UserCallable, object_path: str) -> Any:
     known, names = (
         (module, name.split("."))
         if colon
-        else (get_top_level_module(object_path), object_path.split(".")[1:])
+        else (get_top_level_module_name(object_path), object_path.split(".")[1:])
     )
     target: Any = _import_user_module(user_callable, known)
     for name in names:
@@ -314,7 +314,7 @@ def _import_user_module(user_callable: UserCallable, module_name: str) -> Module
         ) from e
 
 
-def different_group_calls_reason(model: str, strategy: str, step_name: str) -> str:
+def describe_different_group_calls(model: str, strategy: str, step_name: str) -> str:
     """Return the message that workers called different shard groups of a model in one step.
 
     Args:

@@ -37,7 +37,7 @@ class Candidate:
     strategy: str
     gpus: int
     traits: Traits = field(default_factory=Traits)
-    time_basis: str = "measured"
+    time_source_text: str = "measured"
     #: Training time of each repeat in s.
     times: pd.Series = field(default_factory=lambda: pd.Series(dtype=float))
     time_s: float | None = None
@@ -59,7 +59,7 @@ class Candidate:
     skips_evaluation: bool = False
     peak_memory_bytes: float | None = None
     #: Names of audit rules that doubt the peak memory; only collected if no constraint limits the memory.
-    memory_finding_rules: list[str] = field(default_factory=list)
+    rules_doubting_peak_memory: list[str] = field(default_factory=list)
     model_states_bytes: float | None = None
     #: Memory of the smallest GPU in bytes; None if unknown or without a GPU.
     gpu_memory_bytes: float | None = None
@@ -72,7 +72,7 @@ class Candidate:
     has_servers: bool = False  # whether the candidate has parameter servers
     #: Whether the score depends on the number of workers. It does if the model has BatchNorm, or if a batch's
     #: loss is not the mean of its parts' losses.
-    score_depends_on_workers: bool = True
+    score_depends_on_worker_count: bool = True
     global_batch: float | None = None
     hosts: frozenset[str] = frozenset()  # one text per set of hosts that trained a repeat together
     #: Upper bound (95 %) on how much worse than the best the score is, in the shown unit; None if unknown.
@@ -80,7 +80,7 @@ class Candidate:
     #: Why the time could not be projected to the requested number of workers; empty otherwise.
     no_projection_reason: str = ""
     #: Names of the candidates with the best score, joined to one text.
-    best_scoring_candidate_names: str = ""
+    best_scoring_candidates_text: str = ""
     price_per_gpu_hour: float | None = None
     #: GPU-seconds that all workers' jobs held, if workers joined and left; None if all workers stayed.
     allocated_gpu_s: float | None = None
@@ -154,9 +154,9 @@ class Candidate:
         return float("inf") if value is None else value
 
     @property
-    def audited_peak_memory_bytes(self) -> float | None:
+    def peak_memory_bytes_unless_doubted(self) -> float | None:
         """Peak memory per worker in bytes. None if the audit has a finding on this memory."""
-        return None if self.memory_finding_rules else self.peak_memory_bytes
+        return None if self.rules_doubting_peak_memory else self.peak_memory_bytes
 
     @property
     def mean_score(self) -> float | None:

@@ -15,7 +15,7 @@ from stratbench.analysis.decision.evidence import Evidence
 from stratbench.analysis.decision.tolerance import UNUSABLE, exclude_by_score_tolerance
 from stratbench.analysis.records.groups import Group, Repeats, iter_findings_by_group
 from stratbench.analysis.records.score import read_score
-from stratbench.cell.text.words import GIB, choose_byte_unit
+from stratbench.cell.text.words import GIB, choose_byte_unit_name_and_size
 from stratbench.strategies.base import Traits
 
 #: Name of the audit rule for scores so bad that training did not work.
@@ -107,7 +107,7 @@ def build_measured_candidate(
         gpu_memory_bytes=None if on_cpu else min(cards, default=None),
         has_cpu_workers=on_cpu,
         has_servers=all_repeats.has_parameter_servers([group]),
-        score_depends_on_workers=not contains_false(ok["batchnorm"])
+        score_depends_on_worker_count=not contains_false(ok["batchnorm"])
         or contains_false(ok["loss_adds_up"]),
         global_batch=find_column_maximum("global_batch"),
         hosts=frozenset(map(str, ok["host"].dropna())),
@@ -173,9 +173,9 @@ def exclude_by_outcomes_and_findings(
         if finding["affects"] == "memory" and constraints.gpu_memory_gib is None:
             if (
                 finding["severity"] != "note"
-                and finding["rule"] not in candidate.memory_finding_rules
+                and finding["rule"] not in candidate.rules_doubting_peak_memory
             ):
-                candidate.memory_finding_rules.append(finding["rule"])
+                candidate.rules_doubting_peak_memory.append(finding["rule"])
         elif finding["severity"] == "unusable":
             text = f"the audit: {finding['rule']} ({finding['figures']})"
             candidate.exclude_from_decision(UNUSABLE, text)
@@ -230,7 +230,7 @@ def exclude_by_memory_limit(candidate: Candidate, limit_bytes: float, memory_mar
     what = "model states alone" if candidate.has_cpu_workers else "peak"
     if held is not None and held * (1 + memory_margin) > limit_bytes:
         reserve = f" plus a reserve of {100 * memory_margin:g} %" if held <= limit_bytes else ""
-        name, unit = choose_byte_unit(limit_bytes)
+        name, unit = choose_byte_unit_name_and_size(limit_bytes)
         sizes = format_amount_and_limit(held / unit, limit_bytes / unit, name, reserve)
         candidate.exclude_from_decision("does not fit", f"{what} {sizes}")
     elif candidate.has_cpu_workers or held is None:

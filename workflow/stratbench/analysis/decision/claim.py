@@ -21,7 +21,7 @@ def has_candidate_with_requested_gpus(
     return constraints.gpus is None or any(c.gpus == constraints.gpus for c in candidates)
 
 
-def iter_constraints_without_results(
+def iter_sentences_on_missing_results(
     candidates: Sequence[Candidate],
     choice: Candidate,
     worker_noun: str,
@@ -58,7 +58,7 @@ class Claim:
 REMAINING_HAVE = {"worse score": "an acceptable {score}", "does not fit": "enough memory"}
 
 
-def find_excluded_better_than_choice(
+def find_best_excluded_candidate_by_kind(
     candidates: Iterable[Candidate], choice: Candidate | None, exclusion_kinds: Iterable[str]
 ) -> dict[str, Candidate]:
     """Return, by kind of exclusion, the best excluded candidate that is better than the choice.
@@ -77,7 +77,7 @@ def find_excluded_better_than_choice(
     return best
 
 
-def compute_claim(
+def formulate_conclusion(
     candidates: Sequence[Candidate],
     ranking: Ranking,
     constraints: Constraints,
@@ -96,7 +96,7 @@ def compute_claim(
     faster, fastest = f"{fast}er", f"{fast}est"
     they_have = [
         REMAINING_HAVE[kind].format(score=first.score.name)
-        for kind in find_excluded_better_than_choice(candidates, first, REMAINING_HAVE)
+        for kind in find_best_excluded_candidate_by_kind(candidates, first, REMAINING_HAVE)
     ]
     remaining = f" of the candidates with {' and '.join(they_have)}" if they_have else ""
     fastest_remaining = f"{fastest.capitalize()}{remaining}"
@@ -128,7 +128,10 @@ def compute_claim(
     names = [c.alternative.name for c in ties]
     tied_candidates = join_with_and(names) if len(ties) == 2 else format_names(names, 1)
     most = constraints.equivalence_margin + 1e-12
-    known_equal = ranking.max_lead_over_choice is not None and ranking.max_lead_over_choice <= most
+    known_equal = (
+        ranking.max_alternative_lead_fraction is not None
+        and ranking.max_alternative_lead_fraction <= most
+    )
     if known_equal and all(c.ratio.value <= 1 + most for c in ties):
         advantage = describe_advantage_over_ties(first, [c.alternative for c in ties])
         return Claim(
@@ -162,11 +165,11 @@ def describe_advantage_over_ties(choice: Candidate, tied_candidates: Sequence[Ca
     if all(choice.gpus < c.gpus for c in tied_candidates):
         return ", on fewer workers"
     known = [
-        c.audited_peak_memory_bytes
+        c.peak_memory_bytes_unless_doubted
         for c in tied_candidates
-        if c.audited_peak_memory_bytes is not None
+        if c.peak_memory_bytes_unless_doubted is not None
     ]
-    own = choice.audited_peak_memory_bytes
+    own = choice.peak_memory_bytes_unless_doubted
     if own and len(known) == len(tied_candidates):
         saved = min(known) - own
         if saved >= 0.03 * own:

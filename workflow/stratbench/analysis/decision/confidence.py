@@ -9,7 +9,7 @@ from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import format_percentage
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
-from stratbench.analysis.decision.tolerance import compute_chance_score_difference
+from stratbench.analysis.decision.tolerance import compute_score_difference_by_chance
 from stratbench.cell.text.words import format_count, format_names
 from stratbench.statistics.moderated import ROUGH
 
@@ -52,13 +52,13 @@ def compute_confidence(
         has_requested_gpus: Whether there are results for the requested number of workers.
     """
     first, rivals = ranking.chosen_candidate, [c.alternative for c in ranking.comparisons]
-    runs = format_count(ranking.min_compared_repeats, first.measurement_noun)
+    runs = format_count(ranking.min_num_compared_repeats, first.measurement_noun)
     sentences = (
         []
-        if first.time_basis == "measured"
-        else [f"{first.time_basis[0].upper()}{first.time_basis[1:]}."]
+        if first.time_source_text == "measured"
+        else [f"{first.time_source_text[0].upper()}{first.time_source_text[1:]}."]
     )
-    level, claim = compute_highest_level_and_reason(ranking)
+    level, claim = compute_max_confidence_level_and_reason(ranking)
     sentences.append(claim)
     limits = []
     if not constraints.homogeneous and not slowdown_texts:
@@ -71,13 +71,13 @@ def compute_confidence(
         )
         # A confirmed verdict replaces the level of the repeats; any other verdict can only lower it.
         by_verdict = LEVELS.index(first.verdict_claim_and_confidence[1])
-        level = by_verdict if is_confirmed_by_verdict(ranking) else min(level, by_verdict)
+        level = by_verdict if is_choice_confirmed_by_verdict(ranking) else min(level, by_verdict)
     elif first.repetition_noun == "block":
         level = min(level, 1)
         sentences.append(
             f"The verdict on {format_count(first.gpus, 'worker')} makes no claim for the choice."
         )
-    elif ranking.corrects_for_interim_looks:
+    elif ranking.corrects_for_interim_analyses:
         sentences.append(LOOKED_AGAIN)
     limits.append((level, describe_doubt_from_repeats(ranking, constraints, level)))
     if has_uncertain_score:
@@ -95,7 +95,7 @@ def compute_confidence(
     if min(len(c.hosts) for c in (first, *rivals)) < 2:
         these_hosts = f"host {min(hosts)}" if len(hosts) == 1 else "the same host or hosts each"
         other_hosts = "other hosts may rank the strategies differently"
-        if is_ranking_clear_on_one_host(ranking, hosts):
+        if is_every_rival_much_slower_on_one_host(ranking, hosts):
             change = format_percentage(ROUGH)
             other_hosts = (
                 f"only a host whose time ratios differ by over {change} may rank them differently"
@@ -104,7 +104,7 @@ def compute_confidence(
             limits.append((1, f"{runs} on one host"))
         repeats = f"{first.repetition_noun}s"
         sentences.append(f"All {repeats} ran on {these_hosts}; {other_hosts}." if hosts else "")
-    if unequal := describe_unequal_mean_workers(ranking, constraints.equivalence_margin):
+    if unequal := describe_unequal_mean_worker_counts(ranking, constraints.equivalence_margin):
         limits.append((0, "the mean number of workers differs between strategies"))
         sentences.append(unequal)
     sentences += [*iter_score_caveats(first, constraints), *iter_caveat_sentences(ranking)]
@@ -125,7 +125,7 @@ def compute_confidence(
     return Confidence(LEVELS[lowest], reason, tuple(filter(None, sentences)))
 
 
-def is_ranking_clear_on_one_host(ranking: Ranking, hosts: set[str]) -> bool:
+def is_every_rival_much_slower_on_one_host(ranking: Ranking, hosts: set[str]) -> bool:
     """Return whether all repeats ran on one host and every alternative is clearly slower.
 
     An alternative is clearly slower if the interval of its ratio to the choice is above 1 + ROUGH.
@@ -147,12 +147,12 @@ def describe_doubt_from_repeats(
         allowed_level: The confidence that the repeats allow, as an index into LEVELS.
     """
     first = ranking.chosen_candidate
-    runs = format_count(ranking.min_compared_repeats, first.measurement_noun)
+    runs = format_count(ranking.min_num_compared_repeats, first.measurement_noun)
     if first.has_projected_time:
         return "projected, not measured"
     if not ranking.comparisons:
         return f"{runs}, without a rival"
-    if ranking.max_lead_over_choice is None:
+    if ranking.max_alternative_lead_fraction is None:
         once = (
             f"one {first.measurement_noun} each"
             if len(first.times) < 2
@@ -161,11 +161,11 @@ def describe_doubt_from_repeats(
         return f"{once}: may be chance"
     if allowed_level and (
         ranking.is_choice_clearly_fastest
-        or ranking.max_lead_over_choice <= constraints.equivalence_margin
+        or ranking.max_alternative_lead_fraction <= constraints.equivalence_margin
     ):
         return (
             f"{runs} each"
-            if ranking.is_choice_clearly_fastest and ranking.min_compared_repeats < 3
+            if ranking.is_choice_clearly_fastest and ranking.min_num_compared_repeats < 3
             else ""
         )
     lows = [(c.ratio.low, c.alternative) for c in ranking.comparisons if c.ratio.low is not None]
@@ -213,7 +213,7 @@ def iter_alternative_caveats(ranking: Ranking) -> Iterator[tuple[Candidate, list
             yield alternative, caveats
 
 
-def describe_unequal_mean_workers(ranking: Ranking, equivalence_margin: float) -> str:
+def describe_unequal_mean_worker_counts(ranking: Ranking, equivalence_margin: float) -> str:
     """Return a sentence on the mean numbers of present workers. Empty unless they differ clearly.
 
     The numbers differ if workers are separate jobs, which start at different times.
@@ -238,7 +238,7 @@ def describe_unequal_mean_workers(ranking: Ranking, equivalence_margin: float) -
     )
 
 
-def is_confirmed_by_verdict(ranking: Ranking) -> bool:
+def is_choice_confirmed_by_verdict(ranking: Ranking) -> bool:
     """Return whether a verdict confirmed the choice, and all other numbers of workers are slower."""
     others = (c for c in ranking.comparisons if c.alternative.gpus != ranking.chosen_candidate.gpus)
     return ranking.chosen_candidate.verdict_claim_and_confidence is not None and all(
@@ -246,12 +246,12 @@ def is_confirmed_by_verdict(ranking: Ranking) -> bool:
     )
 
 
-def compute_highest_level_and_reason(ranking: Ranking) -> tuple[LevelIndex, str]:
+def compute_max_confidence_level_and_reason(ranking: Ranking) -> tuple[LevelIndex, str]:
     """Return the highest confidence level that the repeats allow, and a sentence with the reason.
 
     The level is an index into LEVELS.
     """
-    first, repeats = ranking.chosen_candidate, ranking.min_compared_repeats
+    first, repeats = ranking.chosen_candidate, ranking.min_num_compared_repeats
     if first.has_projected_time:
         return (
             0,
@@ -267,17 +267,17 @@ def compute_highest_level_and_reason(ranking: Ranking) -> tuple[LevelIndex, str]
                 tuple(measured),
                 max_lead if known else None,
                 ranking.repeat_noise,
-                ranking.corrects_for_interim_looks,
+                ranking.corrects_for_interim_analyses,
             )
     elif ranking.comparisons:
         return 0, "All rivals of the choice are projected, with 80 % intervals."
     if not ranking.comparisons:
         text = f"The choice was measured in {format_count(repeats, first.repetition_noun)} and has no rival."
         return (1 if repeats > 1 else 0), text
-    if ranking.max_lead_over_choice is None:
+    if ranking.max_alternative_lead_fraction is None:
         return (
             0,
-            f"The order may be due to chance: {ranking.reason_for_chance_ranking}, so there is no interval.",
+            f"The order may be due to chance: {ranking.reason_ranking_may_be_chance}, so there is no interval.",
         )
     over_repeats = f"Over {format_count(repeats, first.repetition_noun)}"
     rivals = format_count(len(ranking.comparisons), "rival")
@@ -292,14 +292,14 @@ def compute_highest_level_and_reason(ranking: Ranking) -> tuple[LevelIndex, str]
     tied_rivals = format_count(len(ranking.alternatives_tied_with_choice), "rival")
     how_much = (
         "much"
-        if ranking.max_lead_over_choice > 1
-        else f"up to {format_percentage(max(ranking.max_lead_over_choice, 0.001))}"
+        if ranking.max_alternative_lead_fraction > 1
+        else f"up to {format_percentage(max(ranking.max_alternative_lead_fraction, 0.001))}"
     )
     text = (
         f"{over_repeats} the choice is not significantly {faster} than {tied_rivals}; a rival may be "
         f"{how_much} {faster} (simultaneous 95 % intervals)."
     )
-    return (1 if ranking.max_lead_over_choice <= ROUGH else 0), text
+    return (1 if ranking.max_alternative_lead_fraction <= ROUGH else 0), text
 
 
 def iter_score_caveats(choice: Candidate, constraints: Constraints) -> Iterator[str]:
@@ -311,7 +311,7 @@ def iter_score_caveats(choice: Candidate, constraints: Constraints) -> Iterator[
             yield f"The {choice.score.name} of the choice could not be compared with the best one."
         return
     score, tolerance = choice.score, constraints.find_score_tolerance(choice.score)
-    chance = compute_chance_score_difference(choice, choice)
+    chance = compute_score_difference_by_chance(choice, choice)
     if chance > tolerance:
         difference = score.format_difference(chance, score.shown_decimals - 1)
         yield (

@@ -21,7 +21,7 @@ from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.candidates import build_decision_candidates
 from stratbench.analysis.decision.claim import (
     has_candidate_with_requested_gpus,
-    iter_constraints_without_results,
+    iter_sentences_on_missing_results,
 )
 from stratbench.analysis.decision.confidence import compute_confidence
 from stratbench.analysis.decision.constraints import Constraints
@@ -30,9 +30,9 @@ from stratbench.analysis.decision.ranking import Ranking, rank_candidates_by_mod
 from stratbench.analysis.decision.sentences import (
     describe_choice,
     describe_exclusions,
-    iter_answer_changes,
-    iter_changes_by_constraint,
-    iter_excluded_strategies,
+    iter_excluded_strategies_and_reasons,
+    iter_sentences_on_other_constraints,
+    iter_what_would_change_choice,
 )
 from stratbench.analysis.decision.short import (
     ShortAnswer,
@@ -160,7 +160,9 @@ def decide_for_model(
         else [ranking.chosen_candidate, *(c.alternative for c in ranking.comparisons)]
     )
     common = {"experiment": experiment, "dataset": dataset, "model": model}
-    common["excluded"] = tuple(iter_excluded_strategies(candidates, {c.strategy for c in ranked}))
+    common["excluded"] = tuple(
+        iter_excluded_strategies_and_reasons(candidates, {c.strategy for c in ranked})
+    )
     csv_rows = build_decision_csv_rows((experiment, dataset, model), candidates, ranking)
     if ranking is None:
         nothing = build_answer_without_choice(candidates, constraints.memory_margin)
@@ -171,7 +173,7 @@ def decide_for_model(
             reason=f"Every strategy is excluded: {reasons}. {nothing.remedy}".rstrip(),
             confidence="none",
             sure=("No candidate is left to rank.",),
-            changes=tuple(iter_changes_by_constraint(candidates, None)),
+            changes=tuple(iter_sentences_on_other_constraints(candidates, None)),
             decision_csv_rows=csv_rows,
             short_answer=nothing,
         )
@@ -186,7 +188,7 @@ def decide_for_model(
         has_candidate_with_requested_gpus(candidates, constraints),
     )
     unknown = list(
-        iter_constraints_without_results(
+        iter_sentences_on_missing_results(
             candidates, ranking.chosen_candidate, noun, constraints, bool(slowed)
         )
     )
@@ -201,7 +203,7 @@ def decide_for_model(
         reason=describe_choice(candidates, ranking, noun, constraints),
         confidence=sure.confidence_level,
         sure=sure.reason_sentences,
-        changes=(*iter_answer_changes(candidates, ranking, constraints), *further),
+        changes=(*iter_what_would_change_choice(candidates, ranking, constraints), *further),
         decision_csv_rows=csv_rows,
         short_answer=build_short_answer(candidates, ranking, constraints, sure, unknown, slowed),
     )
@@ -239,7 +241,7 @@ def build_decision_csv_rows(
         rows.append(dict(zip(MATRIX_COLUMNS, experiment_dataset_model, strict=False)) | {
             "strategy": c.strategy, "gpus": c.gpus, "status": status, "rank": place,
             "reason": c.exclusion_reason,
-            "basis": c.time_basis, "repeats": len(c.times), "time_s": c.time_s,
+            "basis": c.time_source_text, "repeats": len(c.times), "time_s": c.time_s,
             "time_low_s": c.projected_time_low_s, "time_high_s": c.projected_time_high_s,
             "cost": c.training_cost,
             "memory_mib": c.peak_memory_bytes and c.peak_memory_bytes / MIB, "score": c.mean_score,
@@ -289,7 +291,7 @@ def describe_decisions(
         lines += [*(f"For all answers: {sentence}" for sentence in common), ""]
     for answer in extension_answers:
         lines += [answer["headline"], *(f"  {line}" for line in answer["lines"]), ""]
-    lead = format_summary_line(list_named_answers(decisions))
+    lead = format_summary_line(list_model_names_and_answers(decisions))
     return wrap_lines(
         [*lines, lead, *(format_answer_line(build_answers_json_entry(d)) for d in decisions)]
     )
@@ -300,7 +302,7 @@ def format_decision_title(decision: Decision) -> str:
     return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
-def list_named_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
+def list_model_names_and_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:
     """Return each short answer with its model's name. An ambiguous name also has the experiment."""
     models = [d.model for d in decisions]
     return [
@@ -336,7 +338,7 @@ def build_answers_json(
         "equivalence_margin": constraints.equivalence_margin,
         "by_cost": constraints.price_per_gpu_hour is not None,
         "across": list(notes),
-        "lead": format_summary_line(list_named_answers(decisions)),
+        "lead": format_summary_line(list_model_names_and_answers(decisions)),
         "answers": [build_answers_json_entry(decision) for decision in decisions],
         "further": extension_answers or {},
     }
@@ -351,7 +353,7 @@ def build_answers_json_entry(decision: Decision) -> dict[str, Any]:
     }
 
 
-def write_decisions(
+def write_and_describe_decisions(
     decisions: Sequence[Decision],
     findings: pd.DataFrame,
     constraints: Constraints,
@@ -433,7 +435,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     evidence = read_evidence(args.evidence, constraints)
     try:
         decided = make_decisions(cells, findings, constraints, list(evidence.values()))
-        print(write_decisions(decided, findings, constraints, args.out, args.answers_out, evidence))
+        print(
+            write_and_describe_decisions(
+                decided, findings, constraints, args.out, args.answers_out, evidence
+            )
+        )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1

@@ -148,7 +148,9 @@ class RankingNoise:
         dof = (
             n - 1 + np.minimum(moderated.FEW_DOF_OF_GROUPS, self.prior_dof_per_repeat * (n - 1)) / 2
         )
-        needed = -stdtrit(dof, float(moderated.compute_decision_tail(self.num_ranked_candidates)))
+        needed = -stdtrit(
+            dof, float(moderated.compute_decision_tail_probability(self.num_ranked_candidates))
+        )
         apart = np.log1p(difference) / np.sqrt(2 * self.log_time_sd**2 / n)
         enough = n[nctdtr(dof, apart, needed) <= MISSED]
         return int(enough[0]) if len(enough) else None
@@ -161,11 +163,11 @@ class Ranking:
     chosen_candidate: Candidate
     comparisons: tuple[ComparisonWithChoice, ...]
     #: The fraction by which an alternative may be faster (or cheaper) than the choice; None if unknown.
-    max_lead_over_choice: float | None
+    max_alternative_lead_fraction: float | None
     #: Noise of the repeats; None if unknown.
     repeat_noise: RankingNoise | None
     #: Whether intervals are wider because the number of repeats was not fixed in advance.
-    corrects_for_interim_looks: bool
+    corrects_for_interim_analyses: bool
 
     @property
     def alternatives_tied_with_choice(self) -> list[Candidate]:
@@ -187,7 +189,7 @@ class Ranking:
         return all(c.status == "slower" for c in self.comparisons)
 
     @property
-    def min_compared_repeats(self) -> int:
+    def min_num_compared_repeats(self) -> int:
         """Smallest number of repeats behind an interval. Without intervals, the choice's repeats."""
         with_interval = [
             c.repeats
@@ -197,7 +199,7 @@ class Ranking:
         return min(with_interval, default=len(self.chosen_candidate.times))
 
     @property
-    def reason_for_chance_ranking(self) -> str | None:
+    def reason_ranking_may_be_chance(self) -> str | None:
         """Why the ranking may be due to chance. None with enough repeats, or nothing to compare."""
         if not self.comparisons or self.chosen_candidate.has_projected_time:
             return None
@@ -298,7 +300,7 @@ class RankedGroup:
             compute_logs_of_cost_or_time(comparison),
             variances[self.remaining_indices],
             dof[self.remaining_indices],
-            moderated.compute_decision_tail(
+            moderated.compute_decision_tail_probability(
                 len(comparison), 1.0 if fixed else moderated.REPEATED_LOOKS
             ),
             margin,
@@ -306,11 +308,11 @@ class RankedGroup:
         return Ranking(
             chosen_candidate=self.candidates[self.chosen_index],
             comparisons=tuple(iter_comparisons(comparison, stood, margin)),
-            max_lead_over_choice=float(np.expm1(stood.max_log_lead))
+            max_alternative_lead_fraction=float(np.expm1(stood.max_log_lead))
             if np.isfinite(stood.max_log_lead)
             else None,
             repeat_noise=self.repeat_noise,
-            corrects_for_interim_looks=bool(not fixed and stood.repeats.max() > 1),
+            corrects_for_interim_analyses=bool(not fixed and stood.repeats.max() > 1),
         )
 
     @property
@@ -351,7 +353,7 @@ def compute_logs_of_cost_or_time_by_repeat(
 def rank_by_gpus_and_memory(candidates: Sequence[Candidate]) -> np.ndarray:
     """Return each candidate's place in the order of preference: fewest GPUs, then least memory."""
     # Peaks are rounded to steps of 3 %, since smaller differences count as equal.
-    held = [c.audited_peak_memory_bytes for c in candidates]
+    held = [c.peak_memory_bytes_unless_doubted for c in candidates]
     steps = [round(np.log(n_bytes) / 0.03) if n_bytes else np.inf for n_bytes in held]
     keys = [(c.gpus, step) for c, step in zip(candidates, steps, strict=True)]
     places = {key: place for place, key in enumerate(sorted(set(keys)))}

@@ -7,7 +7,10 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from stratbench.analysis.decision.candidate import Candidate
-from stratbench.analysis.decision.claim import find_excluded_better_than_choice, format_percentage
+from stratbench.analysis.decision.claim import (
+    find_best_excluded_candidate_by_kind,
+    format_percentage,
+)
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import MAX_REPEATS, ComparisonWithChoice, Ranking
 from stratbench.analysis.records.measures import format_number
@@ -52,7 +55,7 @@ def describe_possible_score_loss(
     candidate = format_candidate_on_workers(choice, worker_noun)
     return (
         f"The {score.name} of {candidate} may be up to {max_loss} worse than that of "
-        f"{choice.best_scoring_candidate_names} ({tolerance:g} allowed)."
+        f"{choice.best_scoring_candidates_text} ({tolerance:g} allowed)."
     )
 
 
@@ -75,7 +78,7 @@ def describe_exclusion_nearest_to_limit(excluded: Sequence[Candidate]) -> str:
     """
     nearest = min(
         excluded,
-        key=lambda c: math.inf if (amount := get_exceeding_amount(c)) is None else amount,
+        key=lambda c: math.inf if (amount := get_amount_above_limit(c)) is None else amount,
     )
     has_one_reason = len({c.exclusion_reason for c in excluded}) == 1
     named = "" if has_one_reason else f"the nearest, {nearest.name}: "
@@ -84,7 +87,7 @@ def describe_exclusion_nearest_to_limit(excluded: Sequence[Candidate]) -> str:
     )
 
 
-def get_exceeding_amount(excluded: Candidate) -> float | None:
+def get_amount_above_limit(excluded: Candidate) -> float | None:
     """Return the memory, time or number of workers that exceeds a limit. None for other reasons."""
     by_kind = {
         "does not fit": excluded.model_states_bytes
@@ -121,7 +124,7 @@ def describe_choice(
             "(`processes` in cells.csv)."
         )
     if not constraints.homogeneous:
-        sentences += iter_changes_by_slow_worker(ranking)
+        sentences += iter_sentences_on_slow_worker(ranking)
     sentences += [
         describe_alternative_to_choice(c, worker_noun, constraints)
         for c in ranking.comparisons_with_nearest
@@ -151,10 +154,10 @@ def describe_results_of_choice(choice: Candidate, worker_noun: str) -> str:
         parts.append(f"reaches {choice.score.name} {choice.score.format_score(choice.mean_score)}")
     if choice.peak_memory_bytes is not None:
         above = " above its base" if choice.has_cpu_workers else ""
-        doubted = f" (doubted by the audit: {', '.join(choice.memory_finding_rules)})"
+        doubted = f" (doubted by the audit: {', '.join(choice.rules_doubting_peak_memory)})"
         parts.append(
             f"has a peak of {format_bytes(choice.peak_memory_bytes)} per worker{above}"
-            f"{doubted if choice.memory_finding_rules else ''}"
+            f"{doubted if choice.rules_doubting_peak_memory else ''}"
         )
     return f"{join_with_and(parts)}."
 
@@ -241,7 +244,7 @@ def format_gpu_hours_and_price(candidate: Candidate) -> str:
 # ---------------------------------------------------------------- sentences on what would change the choice
 
 
-def iter_answer_changes(
+def iter_what_would_change_choice(
     candidates: Sequence[Candidate], ranking: Ranking, constraints: Constraints
 ) -> Iterator[str]:
     """Yield sentences on what would change the choice: more repeats, other constraints, or other workers.
@@ -256,11 +259,11 @@ def iter_answer_changes(
     if first.has_projected_time:
         yield f"Training on {first.gpus} workers: the measured times would replace the projected ones."
     elif ranking.comparisons and (
-        ranking.reason_for_chance_ranking or not ranking.is_choice_clearly_fastest
+        ranking.reason_ranking_may_be_chance or not ranking.is_choice_clearly_fastest
     ):
         advice = advise_number_of_repeats(ranking)
         yield f"More {first.repetition_noun}s, which would show whether the order is significant.{advice}"
-    yield from iter_changes_by_constraint(candidates, first)
+    yield from iter_sentences_on_other_constraints(candidates, first)
     tolerance = constraints.find_score_tolerance(first.score)
     if first.may_have_intolerable_score(constraints):
         sure = [c for c in ranked if c.max_score_loss is not None and c.max_score_loss <= tolerance]
@@ -283,7 +286,7 @@ def iter_answer_changes(
             f"chosen ({its_memory})."
         )
     if constraints.homogeneous:
-        yield from iter_changes_by_slow_worker(ranking)
+        yield from iter_sentences_on_slow_worker(ranking)
 
 
 def advise_number_of_repeats(ranking: Ranking) -> str:
@@ -309,11 +312,11 @@ def advise_number_of_repeats(ranking: Ranking) -> str:
 
 def needs_less_memory_than_choice(candidate: Candidate, choice: Candidate) -> bool:
     """Return whether a candidate needs clearly less memory than the choice. False if unknown."""
-    its, own = candidate.audited_peak_memory_bytes, choice.audited_peak_memory_bytes
+    its, own = candidate.peak_memory_bytes_unless_doubted, choice.peak_memory_bytes_unless_doubted
     return None not in (its, own) and not choice.has_cpu_workers and its < 0.95 * own
 
 
-def iter_changes_by_constraint(
+def iter_sentences_on_other_constraints(
     candidates: Sequence[Candidate], choice: Candidate | None
 ) -> Iterator[str]:
     """Yield a sentence for each constraint without which another candidate would be chosen."""
@@ -324,7 +327,7 @@ def iter_changes_by_constraint(
         "needs all workers": "Workers that stay until the end",
         "needs more workers": "More workers",
     }
-    for kind, best in find_excluded_better_than_choice(candidates, choice, changes).items():
+    for kind, best in find_best_excluded_candidate_by_kind(candidates, choice, changes).items():
         # The exclusion reason of a candidate that is too slow already states its time.
         time = (
             ""
@@ -346,7 +349,7 @@ def iter_changes_by_constraint(
         )
 
 
-def iter_changes_by_slow_worker(ranking: Ranking) -> Iterator[str]:
+def iter_sentences_on_slow_worker(ranking: Ranking) -> Iterator[str]:
     """Yield a sentence on the slowdown of one worker above which an asynchronous strategy wins.
 
     If one of N workers is f times slower, a strategy that waits takes f times as long. A strategy that does
@@ -368,7 +371,7 @@ def iter_changes_by_slow_worker(ranking: Ranking) -> Iterator[str]:
             )
 
 
-def iter_excluded_strategies(
+def iter_excluded_strategies_and_reasons(
     candidates: Sequence[Candidate], ranked_strategies: set[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield each strategy that is excluded on every number of workers, and the reasons."""

@@ -14,20 +14,20 @@ import numpy as np
 
 from stratbench.analysis.decision.candidate import Candidate
 from stratbench.analysis.decision.claim import (
-    compute_claim,
     describe_ratio_to_choice,
     format_percentage,
+    formulate_conclusion,
 )
 from stratbench.analysis.decision.confidence import Confidence
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.decision.ranking import Ranking
 from stratbench.analysis.decision.tolerance import (
-    compute_chance_score_difference,
+    compute_score_difference_by_chance,
     have_equal_training_arithmetic,
 )
 from stratbench.analysis.records.measures import format_number
 from stratbench.cell.text.words import GIB, format_bytes, format_count, join_with_and
-from stratbench.statistics.unpaired import compute_geometric_mean_from_logs
+from stratbench.statistics.unpaired import compute_geometric_mean_with_interval
 
 #: Minimum number of runs for which a time has a confidence interval; with fewer it has the runs' range.
 INTERVAL_FROM = 5
@@ -169,10 +169,10 @@ def build_short_answer(
     """
     first = ranking.chosen_candidate
     score_open = first.may_have_intolerable_score(constraints)
-    claim = compute_claim(candidates, ranking, constraints, score_open)
+    claim = formulate_conclusion(candidates, ranking, constraints, score_open)
     known = "Apart from that:" if first.has_projected_time else "Among the measured cells:"
     score, score_note = format_score_and_note(candidates, first, constraints)
-    memory, memory_note, share_of_card = format_memory_note_and_share(first)
+    memory, memory_note, share_of_card = format_peak_memory_with_note_and_share(first)
     # Memory has already decided between equally fast candidates, so the text on memory is empty for them.
     leaner = (
         ""
@@ -193,7 +193,7 @@ def build_short_answer(
             confidence.confidence_level,
             claim.conclusion_kind if claim.conclusion_kind in KINDS else "low",
         ),
-        *append_token_rate_to_note(first, *format_value_and_spread(first)),
+        *format_value_and_note_with_token_rate(first, *format_value_and_spread(first)),
         others=tuple(
             {"strategy": c.alternative.strategy, "gpus": c.alternative.gpus}
             | dict(zip(("ratio", "low", "high"), c.ratio, strict=True))
@@ -226,7 +226,7 @@ def format_value_and_spread(candidate: Candidate) -> tuple[str, str]:
         return format_duration(candidate.time_s), span
     if len(candidate.times) == 1:
         return format_duration(candidate.time_s), f"one {candidate.measurement_noun}"
-    low, high = compute_time_interval(candidate.times.to_numpy(dtype=float))
+    low, high = compute_time_interval_s(candidate.times.to_numpy(dtype=float))
     note = (
         "95 %"
         if len(candidate.times) >= INTERVAL_FROM
@@ -238,7 +238,9 @@ def format_value_and_spread(candidate: Candidate) -> tuple[str, str]:
     ), f"{span} ({note})" if note == "95 %" else f"{span} {note}"
 
 
-def append_token_rate_to_note(candidate: Candidate, value: str, note_below: str) -> tuple[str, str]:
+def format_value_and_note_with_token_rate(
+    candidate: Candidate, value: str, note_below: str
+) -> tuple[str, str]:
     """Return a value and its note. For text data, the note includes the tokens per second.
 
     Args:
@@ -249,13 +251,13 @@ def append_token_rate_to_note(candidate: Candidate, value: str, note_below: str)
     return value, "; ".join(filter(None, (note_below, candidate.token_rate_text)))
 
 
-def compute_time_interval(values_s: np.ndarray) -> tuple[float, float]:
+def compute_time_interval_s(values_s: np.ndarray) -> tuple[float, float]:
     """Return the 95 % t interval of the geometric mean of times in s.
 
     The range of the values replaces it if there are fewer than INTERVAL_FROM.
     """
     if len(values_s) >= INTERVAL_FROM:
-        _, low, high = compute_geometric_mean_from_logs(np.log(values_s))
+        _, low, high = compute_geometric_mean_with_interval(np.log(values_s))
         if low is not None and high is not None:
             return low, high
     return float(values_s.min()), float(values_s.max())
@@ -313,7 +315,7 @@ def format_score_and_note(
     if left and all(have_equal_training_arithmetic(choice, c) for c in left):
         return text, "the same in all"
     if choice.max_score_loss <= 0:
-        chance = compute_chance_score_difference(choice, choice)
+        chance = compute_score_difference_by_chance(choice, choice)
         if chance > tolerance:
             by_chance = score.format_difference(chance, score.shown_decimals - 1)
             return text, f"the best here; chance makes {by_chance}"
@@ -321,7 +323,7 @@ def format_score_and_note(
     return text, f"loses at most {lost} ({tolerance:g} allowed)"
 
 
-def format_memory_note_and_share(choice: Candidate) -> tuple[str, str, float | None]:
+def format_peak_memory_with_note_and_share(choice: Candidate) -> tuple[str, str, float | None]:
     """Return the choice's peak memory as text, a note, and the peak's share.
 
     The share is a fraction of the GPU's memory. It is None for CPU workers and for an unknown memory.
@@ -329,9 +331,9 @@ def format_memory_note_and_share(choice: Candidate) -> tuple[str, str, float | N
     """
     if choice.peak_memory_bytes is None:
         return "", "", None
-    if choice.has_cpu_workers or choice.memory_finding_rules or not choice.gpu_memory_bytes:
+    if choice.has_cpu_workers or choice.rules_doubting_peak_memory or not choice.gpu_memory_bytes:
         base = "above its base" if choice.has_cpu_workers else ""
-        note = "doubted by the audit" if choice.memory_finding_rules else base
+        note = "doubted by the audit" if choice.rules_doubting_peak_memory else base
         return format_bytes(choice.peak_memory_bytes), note, None
     taken = choice.peak_memory_bytes / choice.gpu_memory_bytes
     held = choice.peak_memory_bytes / GIB
@@ -359,11 +361,11 @@ def describe_alternative_with_least_memory(
 
     Example: `fsdp × 2: 40 % less`. Empty if no alternative needs clearly less than the choice.
     """
-    own = choice.audited_peak_memory_bytes
+    own = choice.peak_memory_bytes_unless_doubted
     known = [
-        (c.audited_peak_memory_bytes, c.name)
+        (c.peak_memory_bytes_unless_doubted, c.name)
         for c in alternatives
-        if c.audited_peak_memory_bytes is not None
+        if c.peak_memory_bytes_unless_doubted is not None
     ]
     if not own or not known or min(known)[0] > (1 - CLEARLY_LESS) * own:
         return ""

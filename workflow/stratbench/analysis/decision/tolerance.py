@@ -53,13 +53,13 @@ def exclude_by_score_tolerance(candidates: Sequence[Candidate], constraints: Con
     best = max(range(len(classes)), key=lambda i: score.higher_is_better_sign * series[i].mean())
     repeats = sorted(set().union(*(own.index for own in series)))
     values = np.array([own.reindex(repeats).to_numpy(dtype=float) for own in series])
-    widths = compute_score_loss_half_widths(values, np.array(best))
+    widths = compute_score_loss_interval_half_widths(values, np.array(best))
     for members, own, width in zip(classes, series, widths, strict=True):
         lost = score.higher_is_better_sign * float(series[best].mean() - own.mean())
         if not np.isfinite(width):
-            width = compute_chance_score_difference(members[0], classes[best][0])
+            width = compute_score_difference_by_chance(members[0], classes[best][0])
         for c in members:
-            c.max_score_loss, c.best_scoring_candidate_names = lost + width, names[best]
+            c.max_score_loss, c.best_scoring_candidates_text = lost + width, names[best]
             if lost - width > tolerance:
                 chance = f", {width:.{score.shown_decimals}f} may be chance" if width else ""
                 c.exclude_from_decision(
@@ -71,16 +71,16 @@ def exclude_by_score_tolerance(candidates: Sequence[Candidate], constraints: Con
     for c in unknown:
         like = next((k for k in usable if have_equal_training_arithmetic(c, k)), None)
         if like is not None:
-            c.max_score_loss, c.best_scoring_candidate_names = (
+            c.max_score_loss, c.best_scoring_candidates_text = (
                 like.max_score_loss,
-                like.best_scoring_candidate_names,
+                like.best_scoring_candidates_text,
             )
     for c in candidates:
         if c.has_projected_time:
             for like in (k for k in usable if k.scores is c.scores):
-                c.max_score_loss, c.best_scoring_candidate_names = (
+                c.max_score_loss, c.best_scoring_candidates_text = (
                     like.max_score_loss,
-                    like.best_scoring_candidate_names,
+                    like.best_scoring_candidates_text,
                 )
                 if like.exclusion_kind:
                     c.exclude_from_decision(like.exclusion_kind, like.exclusion_reason)
@@ -90,7 +90,7 @@ def have_equal_training_arithmetic(candidate: Candidate, other: Candidate) -> bo
     """Return whether two candidates compute the same updates, so that scores differ only by chance."""
     if not (candidate.traits.equals_ddp and other.traits.equals_ddp):
         return False
-    return candidate.gpus == other.gpus if other.score_depends_on_workers else True
+    return candidate.gpus == other.gpus if other.score_depends_on_worker_count else True
 
 
 def group_by_training_arithmetic(
@@ -104,7 +104,7 @@ def group_by_training_arithmetic(
     classes: dict[tuple[object, ...], list[Candidate]] = {}
     for c in usable:
         alone = ("alone", c.strategy, c.gpus)
-        equal = ("equal", c.gpus if c.score_depends_on_workers else None, c.global_batch)
+        equal = ("equal", c.gpus if c.score_depends_on_worker_count else None, c.global_batch)
         classes.setdefault(equal if c.traits.equals_ddp else alone, []).append(c)
     result = []
     for members in classes.values():
@@ -112,7 +112,7 @@ def group_by_training_arithmetic(
         odd = []
         for c in members:
             deviation = ((c.mean_score or 0.0) - middle) * (2 if len(members) == 2 else 1)
-            if abs(deviation) > tolerance + compute_chance_score_difference(c, c):
+            if abs(deviation) > tolerance + compute_score_difference_by_chance(c, c):
                 odd.append(c)
                 c.caveats.append(
                     f"its {c.score.name} differs by {c.score.format_difference(abs(deviation))} from "
@@ -124,7 +124,9 @@ def group_by_training_arithmetic(
     return result
 
 
-def compute_score_loss_half_widths(scores: np.ndarray, best_class_index: np.ndarray) -> np.ndarray:
+def compute_score_loss_interval_half_widths(
+    scores: np.ndarray, best_class_index: np.ndarray
+) -> np.ndarray:
     """Return the half-width of each class's interval for its score loss against the best class.
 
     The intervals are one-sided with 95 % confidence. They hold simultaneously for all
@@ -151,7 +153,7 @@ def compute_score_loss_half_widths(scores: np.ndarray, best_class_index: np.ndar
     return np.where(itself, 0.0, half)
 
 
-def compute_chance_score_difference(candidate: Candidate, other: Candidate) -> float:
+def compute_score_difference_by_chance(candidate: Candidate, other: Candidate) -> float:
     """Return by how much the scores of two equally good models may differ by chance.
 
     This is half the 95 % interval of the difference of two means, in the shown unit. It is conservative,

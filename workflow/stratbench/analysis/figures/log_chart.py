@@ -33,7 +33,7 @@ class ChartSeries:
     marked_points: Sequence[tuple[float, float]] = ()
     solid_line_points: Sequence[tuple[float, float]] = ()
     dashed_line_points: Sequence[tuple[float, float]] = ()
-    band_points: Sequence[tuple[float, float, float]] = ()
+    band_x_low_high_points: Sequence[tuple[float, float, float]] = ()
     mark: Mark | None = None
 
 
@@ -71,7 +71,7 @@ def render_log_chart(
             for s in series
             for p in (*s.marked_points, *s.solid_line_points, *s.dashed_line_points)
         ]
-        points += [(x, y) for s in series for x, *ends in s.band_points for y in ends]
+        points += [(x, y) for s in series for x, *ends in s.band_x_low_high_points for y in ends]
         across, up = np.array(points).T
         x_limits = shared.compute_axis_limits([*across, *x_ticks], curves.ROOM, True)
         shared.set_ticks(
@@ -80,11 +80,14 @@ def render_log_chart(
         y_limits = shared.compute_axis_limits(up, curves.ROOM, True)
         shared.set_ticks(axes.yaxis, y_limits, True, format_value=format_y_tick)
         axes.set(xlabel=x_title, ylabel=y_title)
-        colours = {name: light for light, (name, _) in sheet.map_theme_colours().items()}
+        colours = {
+            name: light
+            for light, (name, _) in sheet.map_light_colours_to_variable_and_dark().items()
+        }
         names = []
         for s in series:
             colour = colours[s.colour]
-            x, low, high = np.array(s.band_points).reshape(-1, 3).T
+            x, low, high = np.array(s.band_x_low_high_points).reshape(-1, 3).T
             axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
             for line, dash in ((s.solid_line_points, ""), (s.dashed_line_points, "5 4")):
                 style = {"linewidth": 1.6 * sheet.PX, "linestyle": curves.parse_dash_pattern(dash)}

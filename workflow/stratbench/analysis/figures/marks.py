@@ -95,7 +95,7 @@ def create_mark(family: str, number_in_family: int) -> Mark:
 
 
 @cache
-def map_strategies_to_numbers_by_family() -> dict[str, dict[str, int]]:
+def number_strategies_in_each_family() -> dict[str, dict[str, int]]:
     """Return the number of each registered strategy in its family, by family and strategy.
 
     A strategy without a declared number gets the next free one.
@@ -124,13 +124,13 @@ def assign_marks_by_strategy(names: Iterable[tuple[str, str | None]]) -> dict[st
     """
     taken = {
         family: find_next_member_number(members)
-        for family, members in map_strategies_to_numbers_by_family().items()
+        for family, members in number_strategies_in_each_family().items()
     }
     marks = {}
     for name, base in sorted(dict(names).items()):
         if name in REGISTRY:
             family = get_strategy_class(name).family
-            marks[name] = create_mark(family, map_strategies_to_numbers_by_family()[family][name])
+            marks[name] = create_mark(family, number_strategies_in_each_family()[family][name])
         else:
             family = get_strategy_class(base).family if base in REGISTRY else "other"
             marks[name] = create_mark(family, taken.get(family, 0))

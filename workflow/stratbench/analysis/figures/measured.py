@@ -48,7 +48,7 @@ def draw_figure_with_strategy_rows(data: FigureData, measure: Measure) -> Captio
     rows = data.select_summary_rows(measure.name)
     if measure.name == "utilisation":  # nearly equal for all numbers of workers
         rows = rows[rows["gpus"] == data.shown_worker_count]
-    unit, factor = choose_axis_unit(measure, rows["value"])
+    unit, factor = choose_axis_unit_and_factor(measure, rows["value"])
     of_time = measure.name == "training_time"
     reference = find_value_of_choice(data, rows)
     several = rows["gpus"].nunique() > 1
@@ -92,7 +92,7 @@ def draw_figure_with_strategy_rows(data: FigureData, measure: Measure) -> Captio
     )
 
 
-def choose_axis_unit(measure: Measure, values: pd.Series) -> tuple[str, float]:
+def choose_axis_unit_and_factor(measure: Measure, values: pd.Series) -> tuple[str, float]:
     """Return the unit of an axis. Also return the factor from the metric's unit to this unit."""
     if measure.unit == "s" and values.min() >= HOURS_FROM_S:
         return "h", 1 / 3600
@@ -274,11 +274,11 @@ def iter_rows_caption_sentences(
     if measure.name == "memory" and not data.has_cpu_workers and len(cards):
         yield f"The GPU has {cards.min() / GIB:.0f} GiB of memory."
     if has_visible_row_intervals(chart):
-        yield from describe_drawn_intervals(summary_rows, "Lines")
+        yield from iter_interval_sentences(summary_rows, "Lines")
     yield from data.iter_dagger_notes(summary_rows.loc[summary_rows["value"].notna(), "flags"])
 
 
-def describe_drawn_intervals(summary_rows: pd.DataFrame, lines_or_bars: str) -> Iterator[str]:
+def iter_interval_sentences(summary_rows: pd.DataFrame, lines_or_bars: str) -> Iterator[str]:
     """Yield what drawn intervals mean, as in `Bars: 95 % intervals`."""
     kinds = {
         "interval": "95 % intervals",
@@ -356,7 +356,7 @@ def iter_scaling_caption_sentences(
             )
             yield f"The maximum is {maximum:.2f}, by {best.strategy} × {gpus}."
     if has_visible_intervals(chart):
-        yield from describe_drawn_intervals(drawn, "Bars")
+        yield from iter_interval_sentences(drawn, "Bars")
 
 
 def draw_score_figure(data: FigureData, measure: Measure, num_workers: int) -> CaptionedFigure:

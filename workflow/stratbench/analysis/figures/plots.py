@@ -74,7 +74,7 @@ def draw_figure(name: str, data: FigureData, num_workers: int | None = None) -> 
     return CHARTS[PLOTS[name].chart_kind](data, data.measures[name])
 
 
-def iter_figure_names(data: FigureData) -> Iterator[tuple[str, int | None]]:
+def iter_figure_names_and_worker_counts(data: FigureData) -> Iterator[tuple[str, int | None]]:
     """Yield the name of each figure with data. A figure per number of workers also has this number."""
     for name, plot in PLOTS.items():
         if not has_data(name, data):
@@ -100,7 +100,7 @@ def has_data(name: str, data: FigureData) -> bool:
     return bool(rows["value"].notna().any()) or name == "training_time"
 
 
-def make_column_check(column: str) -> Callable[[FigureData], bool]:
+def make_check_for_column_values(column: str) -> Callable[[FigureData], bool]:
     """Return a check of figure data for values in a column.
 
     The check is true if the column has any value on the shown number of workers.
@@ -112,13 +112,13 @@ def make_column_check(column: str) -> Callable[[FigureData], bool]:
 
 #: Functions that check whether a figure has data, by the names of figures with special requirements.
 FURTHER: dict[str, Callable[[FigureData], bool]] = {
-    "breakdown": make_column_check("breakdown_ms"),
-    "staleness": make_column_check("staleness"),
+    "breakdown": make_check_for_column_values("breakdown_ms"),
+    "staleness": make_check_for_column_values("staleness"),
     "score_over_time": lambda data: data.shown_worker_count in set(data.epochs["gpus"]),
     "tradeoff": lambda data: len(find_candidates_with_time_and_score(data)) > 1,
     "utilisation_timelines": has_any_timeline,
     "memory_timelines": has_any_timeline,
-    "utilisation": make_column_check("utilisation_pct"),
+    "utilisation": make_check_for_column_values("utilisation_pct"),
 }
 
 
@@ -149,7 +149,7 @@ FIGURES_A_PROCESS = 8
 _loaded: list[FigureData] = []
 
 
-def load_figure_data_once(*tables: Path | None) -> None:
+def load_figure_data_into_process(*tables: Path | None) -> None:
     """Read the figure data into this process, unless its parent process has already read them."""
     if not _loaded:
         _loaded.extend(read_figure_data(*tables))
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = [
         (place, name, count)
         for place, data in enumerate(found)
-        for name, count in iter_figure_names(data)
+        for name, count in iter_figure_names_and_worker_counts(data)
     ]
     n_processes = min(len(list_usable_cores()), 1 + len(asked) // FIGURES_A_PROCESS)
     with ExitStack() as stack:
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Outside of Linux, a forked process may crash after its parent has used system libraries.
             context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
             pool = ProcessPoolExecutor(
-                n_processes, context, initializer=load_figure_data_once, initargs=tables
+                n_processes, context, initializer=load_figure_data_into_process, initargs=tables
             )
             drawing = stack.enter_context(pool).map
         columns = list(zip(*asked, strict=True)) or [(), (), ()]

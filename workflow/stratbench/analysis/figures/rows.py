@@ -167,7 +167,7 @@ def has_visible_row_intervals(chart: RowChart) -> bool:
     )
 
 
-def assign_lanes_to_points(row: FigureRow, scale: RowScale) -> Iterator[int]:
+def iter_non_overlapping_lane_indices(row: FigureRow, scale: RowScale) -> Iterator[int]:
     """Yield the lane of each point of a row. It is the first one without an overlapping earlier point."""
     lanes: list[list[tuple[float, float]]] = []
     for point in row.points:
@@ -186,7 +186,7 @@ def compute_point_mark_width_px(point: Point) -> float:
 def draw_row_chart(chart: RowChart) -> Figure:
     """Draw a chart with its rows in the given order."""
     scale = RowScale.from_chart(chart)
-    lanes = [list(assign_lanes_to_points(row, scale)) for row in chart.rows]
+    lanes = [list(iter_non_overlapping_lane_indices(row, scale)) for row in chart.rows]
     lowest = [LANE * max(of, default=0) for of in lanes]
     heights = [
         ROW + low + (LINE_HEIGHT if row.outcomes_without_value_text and row.points else 0)

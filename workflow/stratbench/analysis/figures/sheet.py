@@ -107,7 +107,7 @@ def choose_mark_colour(mark: Mark, is_chosen: bool) -> str:
     return FAMILIES[mark.family].full_and_quiet_light_colours[0 if is_chosen else 1]
 
 
-def map_theme_colours() -> dict[str, tuple[str, str]]:
+def map_light_colours_to_variable_and_dark() -> dict[str, tuple[str, str]]:
     """Return the CSS variable and the dark-theme colour for each light-theme colour of figures."""
     known = {light: (name, dark) for name, (light, dark) in THEME.items()}
     for name, hue in FAMILIES.items():
@@ -122,7 +122,7 @@ def map_theme_colours() -> dict[str, tuple[str, str]]:
 
 def apply_theme_variables(svg: str) -> str:
     """Return an SVG with a size in pixels. Its colours follow the page's theme."""
-    known = map_theme_colours()
+    known = map_light_colours_to_variable_and_dark()
     used = sorted({c for c in re.findall(r"#[0-9a-f]{6}\b", svg) if c in known})
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: find_css_variable(m[0], known), svg)
     svg = re.sub(

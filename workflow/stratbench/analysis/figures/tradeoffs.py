@@ -66,7 +66,7 @@ def draw_step_breakdown_figure(data: FigureData) -> CaptionedFigure:
     known = known[known["gpus"] == data.shown_worker_count]
     phases = pd.DataFrame([json.loads(t) for t in known["breakdown_ms"]], index=known.index)
     steps = phases.groupby(known["strategy"]).median().fillna(0.0).clip(lower=0.0)
-    parts = sum_phases_by_step_part(steps)
+    parts = sum_phase_times_by_bar_segment(steps)
     parts = parts.loc[parts.sum(axis=1).sort_values().index]
     return CaptionedFigure(
         draw_step_time_bars(data, parts), " ".join(iter_breakdown_caption_sentences(data, parts))
@@ -104,7 +104,7 @@ def draw_step_time_bars(data: FigureData, parts: pd.DataFrame) -> Figure:
     return apply_layout(axes)
 
 
-def sum_phases_by_step_part(steps: pd.DataFrame) -> pd.DataFrame:
+def sum_phase_times_by_bar_segment(steps: pd.DataFrame) -> pd.DataFrame:
     """Return each strategy's time per step in ms, split into PARTS and the rest."""
     named = {
         part: steps[[phase for phase in phases if phase in steps]].sum(axis=1)
@@ -206,7 +206,7 @@ def draw_tradeoff(
         colour = choose_mark_colour(data.marks_by_strategy[key[0]], True) if chosen else INK
         text = f"{shorten_name(key[0])} × {key[1]}{doubt}"
         name = draw_text(axes, 0, 0, text, colour, bold=chosen, zorder=6)
-        box = find_box_for_name(
+        box = find_free_box_for_name(
             places[key], name.get_window_extent().width + 6, taken, find_root_figure(axes).bbox
         )
         taken.append(box)
@@ -219,7 +219,7 @@ def draw_tradeoff(
     return find_root_figure(axes)
 
 
-def find_box_for_name(
+def find_free_box_for_name(
     point: Sequence[float], name_width: float, taken_boxes: Sequence[Bbox], figure_box: BboxBase
 ) -> Bbox:
     """Return the box for a point's name that overlaps least with other boxes.

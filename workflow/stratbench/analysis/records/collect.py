@@ -50,12 +50,12 @@ class Expectations:
 
     Attributes:
         skip_reasons: Reasons of skipped cells, by the cells' paths.
-        target_scores: Scores to reach, by experiment.
+        target_scores_by_experiment: Scores to reach, by experiment.
         study: The study whose settings every record must have; None to check no settings.
     """
 
     skip_reasons: Mapping[str, str] = field(default_factory=dict)
-    target_scores: Mapping[str, float] = field(default_factory=dict)
+    target_scores_by_experiment: Mapping[str, float] = field(default_factory=dict)
     study: Study | None = None
 
 
@@ -163,7 +163,7 @@ def build_cell_rows(
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
         return CellRows(row | {"status": "error", "reason": clean_and_shorten_text(reason)}, [])
     row |= measured
-    row["target_score"] = target = expected.target_scores.get(cell.experiment)
+    row["target_score"] = target = expected.target_scores_by_experiment.get(cell.experiment)
     row["time_to_target_s"] = find_time_to_target_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]
     )

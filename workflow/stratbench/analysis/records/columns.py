@@ -221,7 +221,7 @@ _ALL_COLUMNS: tuple[Column, ...] = (
     Column("revision", "text", "", derived.format_git_revision,
            "Commit of the code that trained the cell, with `+changes` if files differed from the commit."),
     Column("planned_repeats", "number", "", "provenance.planned_repeats"),
-    Column("other_cpu_cores", "number", "", derived.get_cores_used_by_others,
+    Column("other_cpu_cores", "number", "", derived.get_cores_used_by_other_processes,
            "CPU cores that other processes used when the cell started, on the busiest node."),
     Column("node_cores", "number", "", derived.count_node_cores,
            "Number of logical CPU cores of the smallest node."),

@@ -59,7 +59,7 @@ def compute_perplexity(record: Record) -> float | None:
 # ---------------------------------------------------------------- columns on the machine
 
 
-def list_values_of_workers(record: Record, path: str) -> list[str]:
+def list_distinct_values_of_workers(record: Record, path: str) -> list[str]:
     """Return the distinct values that workers' provenances have for a field, as sorted texts."""
     values = (get_field_by_path(worker["provenance"], path) for worker in record["workers"])
     return sorted({str(value) for value in values if value is not None})
@@ -72,41 +72,43 @@ def join_texts_or_none(texts: list[str]) -> str | None:
 
 def get_device_kind(record: Record) -> str | None:
     """Return `cuda` or `cpu`, as recorded by workers or else by the launcher."""
-    kinds = {device.partition(":")[0] for device in list_values_of_workers(record, "device")}
+    kinds = {
+        device.partition(":")[0] for device in list_distinct_values_of_workers(record, "device")
+    }
     return join_texts_or_none(sorted(kinds)) or get_field_by_path(record, "provenance.device")
 
 
 def format_device_names(record: Record) -> str | None:
     """Return the names of the GPUs, or of the CPUs if there are no GPUs."""
-    return join_texts_or_none(list_values_of_workers(record, "gpu.name")) or format_cpu_models(
-        record
-    )
+    return join_texts_or_none(
+        list_distinct_values_of_workers(record, "gpu.name")
+    ) or format_cpu_models(record)
 
 
 def get_min_device_memory_bytes(record: Record) -> float | None:
     """Return the memory of the GPU with the least memory, or None without a GPU."""
-    sizes = list_values_of_workers(record, "gpu.memory_bytes")
+    sizes = list_distinct_values_of_workers(record, "gpu.memory_bytes")
     return min(map(float, sizes), default=None)
 
 
 def format_host_names(record: Record) -> str | None:
     """Return the names of the hosts on which workers ran."""
-    return join_texts_or_none(list_values_of_workers(record, "host.name"))
+    return join_texts_or_none(list_distinct_values_of_workers(record, "host.name"))
 
 
 def format_cpu_models(record: Record) -> str | None:
     """Return the CPU models of the hosts."""
-    return join_texts_or_none(list_values_of_workers(record, "host.cpu_model"))
+    return join_texts_or_none(list_distinct_values_of_workers(record, "host.cpu_model"))
 
 
 def format_torch_versions(record: Record) -> str | None:
     """Return the versions of PyTorch; several only if workers differ."""
-    return join_texts_or_none(list_values_of_workers(record, "software.torch"))
+    return join_texts_or_none(list_distinct_values_of_workers(record, "software.torch"))
 
 
 def format_driver_versions(record: Record) -> str | None:
     """Return the versions of the GPU driver; several only if hosts differ."""
-    return join_texts_or_none(list_values_of_workers(record, "driver.driver_version"))
+    return join_texts_or_none(list_distinct_values_of_workers(record, "driver.driver_version"))
 
 
 def count_usable_cpu_cores(record: Record) -> float | None:
@@ -121,7 +123,7 @@ def count_usable_cpu_cores(record: Record) -> float | None:
     return round(total, 1) or None
 
 
-def get_cores_used_by_others(record: Record) -> float | None:
+def get_cores_used_by_other_processes(record: Record) -> float | None:
     """Return the number of CPU cores that other processes used when the cell started.
 
     The number is that of the busiest node.

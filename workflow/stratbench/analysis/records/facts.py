@@ -62,7 +62,9 @@ class Facts:
         """Return the samples of a worker's GPU, or None without samples."""
         return self.find_sample_series(worker, "gpu", get_gpu_id(worker))
 
-    def find_device_sample_series(self, worker: dict[str, Any]) -> tuple[str, SampleSeries | None]:
+    def find_device_kind_and_sample_series(
+        self, worker: dict[str, Any]
+    ) -> tuple[str, SampleSeries | None]:
         """Return the kind (`gpu` or `process`) and the samples of a worker's device."""
         if self("provenance.device") == "cuda":
             return "gpu", self.find_gpu_sample_series(worker)
@@ -73,7 +75,7 @@ class Facts:
         """Number of workers per node; the last node may have had fewer."""
         return self("provenance.workers_per_node") or self.gpus
 
-    def compute_node_of_rank(self, rank: int) -> int:
+    def compute_node_number_of_rank(self, rank: int) -> int:
         """Return the number of the node on which a rank ran."""
         return rank // self.workers_per_node
 
@@ -138,7 +140,7 @@ def get_gpu_id(worker: dict[str, Any]) -> str | None:
     return str(gpu["index"]) if gpu.get("index") is not None else gpu.get("uuid")
 
 
-def iter_inequality_messages(
+def iter_mismatch_messages(
     value_name: str,
     value: float | None,
     formula_name: str,

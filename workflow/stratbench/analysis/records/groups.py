@@ -21,11 +21,11 @@ class Group(NamedTuple):
     model: str
     gpus: int
 
-    def replace_gpus(self, gpus: int) -> Group:
+    def copy_with_gpu_count(self, gpus: int) -> Group:
         """Return the group that differs from this one only in the number of workers."""
         return self._replace(gpus=gpus)
 
-    def replace_strategy(self, strategy: str) -> Group:
+    def copy_with_strategy(self, strategy: str) -> Group:
         """Return the group that differs from this one only in the strategy."""
         return self._replace(strategy=strategy)
 

@@ -66,8 +66,8 @@ class SampleSeries:
     """A summary of the samples of one host, process or GPU."""
 
     num_samples: int
-    first_sample_s: float
-    last_sample_s: float
+    first_sample_time_s: float
+    last_sample_time_s: float
     #: Summaries of all samples, by column.
     summaries_by_column: dict[str, ColumnSummary]
     #: Summaries of the samples during training, by column.
@@ -97,8 +97,8 @@ class SampleSeries:
         clocks = [sample.values[index_of["sm_clock_mhz"]] for sample in working]
         return cls(
             num_samples=len(samples),
-            first_sample_s=samples[0].t_s,
-            last_sample_s=samples[-1].t_s,
+            first_sample_time_s=samples[0].t_s,
+            last_sample_time_s=samples[-1].t_s,
             summaries_by_column=summarize_samples_by_column(index_of, samples),
             training_summaries_by_column=summarize_samples_by_column(index_of, trained),
             first_values_by_column=map_known_values_by_column(index_of, samples[0]),

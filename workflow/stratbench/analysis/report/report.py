@@ -32,7 +32,7 @@ from stratbench.analysis.report.sections import (
 from stratbench.analysis.report.shown import iter_shown_figures
 from stratbench.analysis.tables.summary import read_summary
 from stratbench.analysis.tables.tables import (
-    build_lines_by_worker_count,
+    build_worker_counts_and_table_lines,
     describe_bracketed_intervals,
     describe_table_daggers,
     describe_worker_devices,
@@ -94,7 +94,7 @@ def format_training_length(rows: pd.DataFrame) -> str:
     return format_distinct_values(rows, "epochs")
 
 
-def iter_core_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
+def iter_built_in_notices(cells: pd.DataFrame, partial: bool) -> Iterator[str]:
     """Yield the notices of the core, which precede all numbers of the report."""
     known = cells.dropna(subset=["device_kind"])
     cpu = known[known["device_kind"] == "cpu"]
@@ -129,7 +129,7 @@ def list_report_notices(
         readings: Additions of extensions.
         partial: Whether the report is an interim one.
     """
-    notices = list(iter_core_notices(cells, partial))
+    notices = list(iter_built_in_notices(cells, partial))
     for reading in readings:
         if reading.list_notices is not None:
             notices += reading.list_notices(cells, findings)
@@ -251,7 +251,7 @@ def build_table_values(
         measure: The metric.
         equivalence_margin: Fraction within which values are equal.
     """
-    counts, lines = build_lines_by_worker_count(cell_rows, summary, measure)
+    counts, lines = build_worker_counts_and_table_lines(cell_rows, summary, measure)
     best = {
         (model, count): find_clearly_best_row(
             [

@@ -69,7 +69,9 @@ def build_median_row(all_repeats: Repeats, group: Group, measure: Measure) -> Ro
         }
     scale = measure.display_factor / (group.gpus if measure.is_per_worker else 1)
     median, low, high, spread = compute_median_and_spread([value * scale for value in values])
-    row = {"value": median} | describe_missing_repeats(all_repeats, group, measure, len(values))
+    row = {"value": median} | build_fields_on_missing_repeats(
+        all_repeats, group, measure, len(values)
+    )
     return row | ({"low": low, "high": high, "spread": spread} if len(values) > 1 else {})
 
 
@@ -90,7 +92,7 @@ def describe_missing_value(all_repeats: Repeats, group: Group, measure: Measure)
     return "not recorded"
 
 
-def describe_missing_repeats(
+def build_fields_on_missing_repeats(
     all_repeats: Repeats, group: Group, measure: Measure, num_known: int, reason: str = ""
 ) -> Row:
     """Return a summary row's fields `ok` and `outcome`. Empty if no repeat lacks a value.
@@ -120,7 +122,9 @@ def describe_outcomes_without_value(all_repeats: Repeats, group: Group) -> str:
     return remove_outcome_counts(describe_outcomes_of_cells(all_repeats.all[group]))
 
 
-def find_baseline_or_reason(all_repeats: Repeats, group: Group, measure: Measure) -> Group | str:
+def find_baseline_or_missing_reason(
+    all_repeats: Repeats, group: Group, measure: Measure
+) -> Group | str:
     """Return the group whose value is a ratio's denominator. Without one, return a text with the reason.
 
     Args:
@@ -133,7 +137,7 @@ def find_baseline_or_reason(all_repeats: Repeats, group: Group, measure: Measure
             against, where, count = group.strategy, "1 worker", 1
         case str() as against:
             where, count = against, 1 if against == ALONE else group.gpus
-    baseline = group.replace_strategy(against).replace_gpus(count)
+    baseline = group.copy_with_strategy(against).copy_with_gpu_count(count)
     if baseline not in all_repeats.all:
         return f"n/a (no {where})"
     if not all_repeats.values(baseline, measure.column):
@@ -153,7 +157,7 @@ def build_ratio_row(all_repeats: Repeats, group: Group, measure: Measure) -> Row
     """
     if not all_repeats.values(group, measure.column):
         return {"text": describe_outcomes_without_value(all_repeats, group) or "n/a (not recorded)"}
-    baseline = find_baseline_or_reason(all_repeats, group, measure)
+    baseline = find_baseline_or_missing_reason(all_repeats, group, measure)
     if isinstance(baseline, str):
         return {"text": baseline}
     pair = all_repeats.read_values_of_common_repeats((group, baseline), measure.column)
@@ -163,7 +167,7 @@ def build_ratio_row(all_repeats: Repeats, group: Group, measure: Measure) -> Row
         pair[0] /= group.gpus
     if measure.is_inverted:
         pair = pair[::-1]
-    paired = describe_missing_repeats(
+    paired = build_fields_on_missing_repeats(
         all_repeats, group, measure, pair.shape[1], "without a baseline"
     )
     if baseline == group:  # a group's ratio to itself is exactly 1 and needs no interval
@@ -201,7 +205,7 @@ def format_table_cell(row: Row, measure: Measure) -> str:
     return text
 
 
-def group_severities_by_rule(
+def find_rule_severities_of_each_group(
     findings: Iterable[Row], groups: Iterable[Group]
 ) -> dict[tuple[Any, ...], dict[str, str]]:
     """Return severities by audit rule, for each kind of value (time, memory, score) and group."""
@@ -234,7 +238,7 @@ def build_summary_table(cells: pd.DataFrame, findings: pd.DataFrame | None = Non
             made = row_of(groups, group, measure)
             rows.append(common | {"measure": measure.name, "unit": measure.unit} | made)
     replace_pairs_by_ratios(rows)
-    doubts = group_severities_by_rule(
+    doubts = find_rule_severities_of_each_group(
         [] if findings is None else findings.to_dict("records"), groups.all
     )
     for row in rows:

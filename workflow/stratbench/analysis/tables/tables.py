@@ -134,7 +134,7 @@ def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
     return f"The lowest possible {score.name} on this data set is {lowest_score}."
 
 
-def build_lines_by_worker_count(
+def build_worker_counts_and_table_lines(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
 ) -> tuple[list[int], list[TableLine]]:
     """Return the numbers of workers of an experiment, and the lines of a metric's table.
@@ -150,12 +150,10 @@ def build_lines_by_worker_count(
     rows = rows[rows["experiment"] == cells["experiment"].iloc[0]]
     counts = sorted({int(n) for n in rows["gpus"]})
     listed = rows.to_dict("records")
-    return counts, group_lines_by_model(
-        (Group(*(row[name] for name in GROUP)), row) for row in listed
-    )
+    return counts, build_table_lines((Group(*(row[name] for name in GROUP)), row) for row in listed)
 
 
-def group_lines_by_model(
+def build_table_lines(
     entries: Iterable[tuple[Group, Any]],
 ) -> list[TableLine]:
     """Return the lines of one experiment's table. There is an entry per group of repeats."""
@@ -281,7 +279,7 @@ def write_table(table: pd.DataFrame, title: str, stem: Path) -> None:
     write_text_atomically(stem.with_suffix(".tex"), format_latex_table(table, title))
 
 
-def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
+def write_and_count_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> int:
     """Write each table as <out_dir>/<experiment>/<metric>.{csv,md,tex}, and return their number.
 
     A metric without values has no table, and its old table is removed.
@@ -300,7 +298,7 @@ def write_tables(cells: pd.DataFrame, summary: pd.DataFrame, out_dir: Path) -> i
                 for kind in ("csv", "md", "tex"):
                     (folder / f"{measure.name}.{kind}").unlink(missing_ok=True)
                 continue
-            counts, lines = build_lines_by_worker_count(rows, here, measure)
+            counts, lines = build_worker_counts_and_table_lines(rows, here, measure)
             table = build_summary_text_table(rows, counts, lines)
             title = f"{format_table_heading(rows, measure)} {describe_table_numbers(rows, measure, workers)}"
             title += describe_table_daggers(lines)
@@ -325,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = read_cells(args.cells)
     summary = build_summary_table(cells, read_audit_findings(args.audit))
     write_text_atomically(args.summary_out, summary.to_csv(index=False))
-    print(f"{write_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
+    print(f"{write_and_count_tables(cells, summary, args.out_dir)} tables in {args.out_dir}")
     return 0
 
 

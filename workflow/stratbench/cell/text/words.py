@@ -14,14 +14,14 @@ _MAX_SHOWN = 80  # maximum number of characters of a wrong value in a message
 WORKER_NOUNS = {"cuda": "GPU", "cpu": "CPU process"}
 
 
-def choose_byte_unit(n_bytes: float) -> tuple[str, int]:
+def choose_byte_unit_name_and_size(n_bytes: float) -> tuple[str, int]:
     """Return the largest byte unit that an amount reaches: its name and size."""
     return next((unit for unit in _UNITS if abs(n_bytes) >= unit[1]), _UNITS[-1])
 
 
 def format_bytes(n_bytes: float) -> str:
     """Return bytes as text: GiB with three digits, MiB or KiB without decimals."""
-    name, unit = choose_byte_unit(n_bytes)
+    name, unit = choose_byte_unit_name_and_size(n_bytes)
     # Without `float`, the sum of two comparisons below would be a boolean of NumPy.
     value = float(n_bytes) / unit
     decimals = (abs(value) < 99.95) + (abs(value) < 9.995) if unit == GIB else 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from stratbench.analysis.records.derived import get_field_by_path
-from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_inequality_messages
+from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_mismatch_messages
 from stratbench.extensions.audit.rule import is_elastic_cell, record_rule
 
 #: Paths of the record fields that a cell with the status `ok` must have.
@@ -31,7 +31,7 @@ def find_contradictory_values(facts: Facts) -> Iterator[str]:
     if facts("strategy.kind") != "own":
         if facts.finished and not is_elastic_cell(facts):
             yield from iter_contradictions_in_steps(facts)
-        yield from iter_contradictions_with_devices(facts)
+        yield from iter_values_impossible_for_devices(facts)
 
 
 def iter_contradictions_in_status_and_results(facts: Facts) -> Iterator[str]:
@@ -51,7 +51,7 @@ def iter_contradictions_in_status_and_results(facts: Facts) -> Iterator[str]:
         yield "a test loss is not finite, although the cell ended well"
     if entries:
         last = f"the score of epoch {len(entries)}"
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "score.final", facts("score.final"), last, entries[-1]["score"]
         )
 
@@ -64,14 +64,14 @@ def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
     )
     if not train_s:
         return
-    yield from iter_inequality_messages(
+    yield from iter_mismatch_messages(
         "time.throughput_samples_per_s", facts("time.throughput_samples_per_s"),
         "samples_applied / train_time_s", None if applied is None else applied / train_s,
     )  # fmt: skip
     # With servers and the setting `steps`, the last two epochs may end at the same time.
     if not is_elastic_cell(facts) and not (facts.servers and facts("settings.steps")):
         spans = sum(facts("time.epoch_times_s"))
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "the sum of time.epoch_times_s",
             spans,
             "time.train_time_s",
@@ -81,7 +81,7 @@ def iter_contradictions_in_times(facts: Facts) -> Iterator[str]:
         )
     own = [w["train_time_s"] for w in facts.workers if w["train_time_s"]]
     if own and not is_elastic_cell(facts):
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "time.train_time_s",
             train_s,
             "the slowest worker's",
@@ -103,14 +103,14 @@ def iter_contradictions_in_steps(facts: Facts) -> Iterator[str]:
     steps, phases = facts("time.step_ms"), facts("time.breakdown_ms")
     if steps and own and None not in own:
         spent_s = steps["mean"] * steps["count"] / 1e3
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "the sum of all steps", spent_s, "that of the workers' times", sum(own), MAX_TIME_DIFFERENCE,
             MAX_TIME_DIFFERENCE_S * len(own),
         )  # fmt: skip
     is_collective = facts("strategy.kind") == "collective"
     # Workers of parameter servers may take different numbers of steps.
     if steps and phases and is_collective:
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "the sum of time.breakdown_ms", sum(phases.values()), "time.step_ms.mean",
             steps["mean"], 2 * MAX_TIME_DIFFERENCE, 1.0,
         )  # fmt: skip
@@ -118,10 +118,10 @@ def iter_contradictions_in_steps(facts: Facts) -> Iterator[str]:
     batch = facts("batch.global_batch")
     yield from iter_excess_messages("batch.samples_applied", applied, "batch.samples_seen", seen)
     each = facts.mesh.replicas * facts("batch.per_worker_batch")
-    yield from iter_inequality_messages("batch.global_batch", batch, "what the workers take", each)
+    yield from iter_mismatch_messages("batch.global_batch", batch, "what the workers take", each)
     if facts.status == "ok":
         work = "steps x global_batch"
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "batch.samples_seen", seen, work, facts.num_steps_trained * batch, 0.02
         )
     if is_collective:
@@ -129,7 +129,7 @@ def iter_contradictions_in_steps(facts: Facts) -> Iterator[str]:
             facts("batch.updates_applied"),
             facts.num_steps_trained - facts.num_skipped_steps,
         )
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "batch.updates_applied", made, "the number of steps", done
         )
     # If each update waits for all workers, no gradient can be stale.
@@ -142,7 +142,7 @@ def iter_contradictions_in_steps(facts: Facts) -> Iterator[str]:
         yield "communication.sent_bytes_per_step is 0, although the strategy exchanges gradients"
 
 
-def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
+def iter_values_impossible_for_devices(facts: Facts) -> Iterator[str]:
     """Yield values of memory, operations and energy that the model or the devices make impossible."""
     yield from iter_excess_messages("compute.mfu", facts("compute.mfu"), "all operations", 1.0)
     joules, time_s = facts("energy.train_joules"), facts("time.train_time_s")
@@ -169,7 +169,7 @@ def iter_contradictions_with_devices(facts: Facts) -> Iterator[str]:
             )
         if size and (parts := facts("strategy.traits.weight_parts")):
             # The tolerance of 30 % is for small layers, whose shards are padded.
-            yield from iter_inequality_messages(
+            yield from iter_mismatch_messages(
                 "memory.model_states.parameters_bytes", states["parameters_bytes"],
                 f"a part of {parts} of the model", size / parts, 0.3, 8192,
             )  # fmt: skip

@@ -75,8 +75,8 @@ class AuditData:
         self.groups: dict[Group, pd.DataFrame] = self.repeats.ok
         self._alike: defaultdict[Group, list[Group]] = defaultdict(list)
         for group in self.groups:
-            self._alike[group.replace_strategy("")].append(group)
-            self._alike[group.replace_gpus(0)].append(group)
+            self._alike[group.copy_with_strategy("")].append(group)
+            self._alike[group.copy_with_gpu_count(0)].append(group)
 
     @cached_property
     def finished_rows(self) -> list[Any]:
@@ -88,14 +88,14 @@ class AuditData:
 
         The group itself is included.
         """
-        return self._alike.get(group.replace_strategy(""), [])
+        return self._alike.get(group.copy_with_strategy(""), [])
 
     def list_groups_with_any_worker_count(self, group: Group) -> list[Group]:
         """Return the groups of all worker counts with the strategy and model of `group`.
 
         The group itself is included.
         """
-        return self._alike.get(group.replace_gpus(0), [])
+        return self._alike.get(group.copy_with_gpu_count(0), [])
 
     def compute_median(self, group: Group, column: str) -> float | None:
         """Return the median of a column over the repeats of a group.
@@ -164,7 +164,7 @@ def rule(
 
         def check_study(evidence: AuditData) -> Iterator[Finding]:
             for cells, figures in check(evidence):
-                yield Finding(get_coordinates(cells), figures)
+                yield Finding(get_cell_or_group_coordinates(cells), figures)
 
         return Rule(id, severity, affects, " ".join(check.__doc__.split()), check_study)
 
@@ -215,7 +215,7 @@ def is_elastic_cell(facts: Facts) -> bool:
     return facts("elastic") is not None
 
 
-def get_coordinates(cells: Any) -> Row:
+def get_cell_or_group_coordinates(cells: Any) -> Row:
     """Return the coordinates of the cells that a finding concerns.
 
     A finding without a coordinate is on all cells that share the other coordinates.

@@ -61,7 +61,7 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
         reached = score.higher_is_better_sign * (row.score_final - guess)
         key = row.experiment, row.model, None if pd.isna(row.epochs) else row.epochs
         if key not in expected:
-            expected[key] = find_expected_score(evidence, row, score)
+            expected[key] = find_reference_cell_name_and_score(evidence, row, score)
         name, reference = expected[key]
         gain = (
             0.0
@@ -72,7 +72,8 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
             f"{name} reaches {format_score(score, reference)}" if reference is not None else ""
         )
         if (
-            by_chance := MAX_CHANCE_DEVIATIONS * compute_error_of_guessing(score, guess, row)
+            by_chance := MAX_CHANCE_DEVIATIONS
+            * compute_standard_error_of_guessing(score, guess, row)
         ) > gain:
             gain, against = by_chance, f"guessing reaches {format_score(score, guess)}"
         if (
@@ -94,7 +95,7 @@ def format_score(score: Score, value: float) -> str:
     )
 
 
-def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
+def compute_standard_error_of_guessing(score: Score, guess: float, row: Any) -> float:
     """Return the standard error of the score that random guessing reaches on the test set.
 
     Each token of a text counts as an answer.
@@ -110,7 +111,9 @@ def compute_error_of_guessing(score: Score, guess: float, row: Any) -> float:
     return math.sqrt(guess * (1 - guess) / answers) if answers > 0 else 0.0
 
 
-def find_expected_score(evidence: AuditData, row: Any, score: Score) -> tuple[str, float | None]:
+def find_reference_cell_name_and_score(
+    evidence: AuditData, row: Any, score: Score
+) -> tuple[str, float | None]:
     """Return the cell name and score of synchronous training on the fewest workers.
 
     The training had as many epochs. The score is None if there is no such cell.
@@ -190,7 +193,7 @@ def find_unequal_losses_despite_equal_updates(evidence: AuditData) -> Iterator[C
         facts = Facts(record)
         plain = "equals_ddp" if facts.gpus > 1 else "is_synchronous_on_one_worker"
         if facts.status == "ok" and facts(f"strategy.traits.{plain}"):
-            groups[get_arithmetic_key(facts)].append(facts)
+            groups[get_key_of_equal_updates(facts)].append(facts)
     for members in groups.values():
         for name in COMPARED_VALUES if len(members) > 1 else ():
             for facts, deviations in iter_cells_far_from_median(members, name):
@@ -232,7 +235,7 @@ def iter_cells_far_from_median(
     yield from ((facts, own) for facts, own in zip(cells, deviations, strict=True) if own)
 
 
-def get_arithmetic_key(facts: Facts) -> tuple[Any, ...]:
+def get_key_of_equal_updates(facts: Facts) -> tuple[Any, ...]:
     """Return a key that is equal for cells whose updates differ only by rounding.
 
     Without BatchNorm, and if losses add up over workers, it does not contain the number of workers.

@@ -23,7 +23,7 @@ MAX_NAMED = 3
 _PLACE = ("experiment", "strategy", "model")
 
 
-def iter_host_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
+def iter_notices_on_differing_hosts(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:
     """Yield a notice if some strategies ran on other hosts than the rest."""
     alone = [
         finding["strategy"]
@@ -44,7 +44,7 @@ def make_audit_sections(inputs: ReportInput) -> Iterator[Section]:
     rules = list_rules_with_findings(inputs.findings, answers)
     tally = f"Audit: {format_tally_of_findings(inputs.findings)}"
     html = render_section(
-        TEMPLATE, rules=rules, lead=format_audit_lead(rules, answers), tally=tally
+        TEMPLATE, rules=rules, lead=format_audit_summary_sentence(rules, answers), tally=tally
     )
     yield Section("audit", html, tally)
 
@@ -159,7 +159,7 @@ def does_finding_concern_choice(
     return all(pd.isna(finding[name]) or finding[name] == value for name, value in wanted.items())
 
 
-def format_audit_lead(
+def format_audit_summary_sentence(
     rules: Sequence[Mapping[str, Any]], answers: Sequence[Mapping[str, Any]]
 ) -> str:
     """Return a sentence on whether the findings concern the choices."""
@@ -178,4 +178,4 @@ def format_audit_lead(
     return f"These rules concern a choice or its nearest rival: {names}."
 
 
-READING = Reading(list_notices=iter_host_notices, list_sections=make_audit_sections)
+READING = Reading(list_notices=iter_notices_on_differing_hosts, list_sections=make_audit_sections)

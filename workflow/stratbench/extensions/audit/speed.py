@@ -81,10 +81,12 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
     limited = cells[(cells["status"] == "timeout") & cells["time_limit_s"].notna()]
     stopped: defaultdict[Group, list[tuple[int, float]]] = defaultdict(list)
     for group, rows in map_rows_by_group(limited).items():
-        stopped[group.replace_gpus(0)].append((group.gpus, float(rows["time_limit_s"].min())))
+        stopped[group.copy_with_gpu_count(0)].append(
+            (group.gpus, float(rows["time_limit_s"].min()))
+        )
     for group in evidence.groups:
         strategy, gpus = group.strategy, group.gpus
-        alone = group.replace_strategy(ALONE).replace_gpus(1)
+        alone = group.copy_with_strategy(ALONE).copy_with_gpu_count(1)
         here = evidence.compute_median(group, column)
         if not here:
             continue
@@ -102,7 +104,7 @@ def find_superlinear_speedup(evidence: AuditData) -> Iterator[Case]:
                 text = f"{here / base_time:.2f} times as fast on {gpus} as {name}on {base.gpus}"
                 yield group, text
         yield from iter_superlinear_speedups_over_stopped_cells(
-            evidence, group, stopped[group.replace_gpus(0)]
+            evidence, group, stopped[group.copy_with_gpu_count(0)]
         )
 
 
@@ -162,7 +164,7 @@ def find_uneven_times_of_repeats(evidence: AuditData) -> Iterator[Case]:
         if len(times) < 2 or not times.min() > 0:
             continue
         deviation = float(np.std(np.log(times), ddof=1))
-        if deviation > USUAL_DEVIATION and deviation > compute_deviation_by_chance(len(times)):
+        if deviation > USUAL_DEVIATION and deviation > compute_max_chance_deviation(len(times)):
             yield (
                 group,
                 f"standard deviation {deviation:.1%}: {times.min():.4g} to {times.max():.4g} s over "
@@ -171,7 +173,7 @@ def find_uneven_times_of_repeats(evidence: AuditData) -> Iterator[Case]:
 
 
 @cache
-def compute_deviation_by_chance(num_repeats: int) -> float:
+def compute_max_chance_deviation(num_repeats: int) -> float:
     """Return the largest standard deviation that chance explains for undisturbed repeats."""
     # Few studies need SciPy, which is slow to import.
     from scipy.special import chdtri

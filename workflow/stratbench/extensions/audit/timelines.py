@@ -93,7 +93,7 @@ def find_idle_workers(facts: Facts) -> Iterator[str]:
     busy: dict[int, float] = {}
     kind = ""
     for worker in facts.workers:
-        kind, one = facts.find_device_sample_series(worker)
+        kind, one = facts.find_device_kind_and_sample_series(worker)
         values = one and one.training_summaries_by_column.get(BUSY[kind])
         if values and values.count >= MIN_SAMPLES:
             busy[worker["rank"]] = values.mean
@@ -175,7 +175,7 @@ def find_loaded_machines(facts: Facts) -> Iterator[str]:
         own_cores = set().union(
             *(get_field_by_path(w["provenance"], "host.affinity") or () for w in workers)
         )
-        node = facts.compute_node_of_rank(workers[0]["rank"])
+        node = facts.compute_node_number_of_rank(workers[0]["rank"])
         before = get_field_by_path(facts("provenance.busy_at_start"), f"{node}.load_1m")
         ends = [get_field_by_path(worker["provenance"], "load_1m") or 0.0 for worker in workers]
         one = facts.find_sample_series(workers[0], "host", host)
@@ -221,7 +221,7 @@ def estimate_load_during_cell(
             samples.first_values_by_column["load_1m"],
             samples.last_values_by_column["load_1m"],
         )
-        spans.append((first, last, samples.last_sample_s - samples.first_sample_s))
+        spans.append((first, last, samples.last_sample_time_s - samples.first_sample_time_s))
     loads = [0.0]
     for begun, load, span_s in spans:
         retained = math.exp(-span_s / LOAD_TIME_CONSTANT_S)

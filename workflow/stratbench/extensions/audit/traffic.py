@@ -29,7 +29,7 @@ def find_impossible_bandwidth(evidence: AuditData) -> Iterator[Case]:
     communicated in every step.
     """
     for row in evidence.finished_rows:
-        implied = compute_required_bytes_per_s(row)
+        implied = compute_traffic_bytes_per_s(row)
         maximum = MAX_BYTES_PER_S.get(row.strategy_kind, float("inf"))
         if implied and implied > maximum:
             yield (
@@ -38,7 +38,7 @@ def find_impossible_bandwidth(evidence: AuditData) -> Iterator[Case]:
             )
 
 
-def compute_required_bytes_per_s(row: Any) -> float | None:
+def compute_traffic_bytes_per_s(row: Any) -> float | None:
     """Return the bytes per second that a cell's training needed to move.
 
     For collectives it is the traffic of one rank, for servers that of the busiest server. The least possible
@@ -46,11 +46,15 @@ def compute_required_bytes_per_s(row: Any) -> float | None:
     """
     is_served = row.strategy_kind == "server"
     counted = getattr(row, "busiest_server_bytes_per_s" if is_served else "implied_bytes_per_s")
-    known = [v for v in (counted, compute_min_bytes_per_s(row)) if v is not None and not pd.isna(v)]
+    known = [
+        v
+        for v in (counted, compute_min_traffic_bytes_per_s(row))
+        if v is not None and not pd.isna(v)
+    ]
     return max(known, default=None)
 
 
-def compute_min_bytes_per_s(row: Any) -> float | None:
+def compute_min_traffic_bytes_per_s(row: Any) -> float | None:
     """Return the minimum bytes per second that a cell's training must move.
 
     For collectives it is what one rank sends: (W-1)/W of the trained parameters, times the copies that the

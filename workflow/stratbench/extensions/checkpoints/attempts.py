@@ -33,13 +33,13 @@ def get_checkpoint_folder(run: RunFolder, rank: int) -> Path:
     return run.saved_state_dir / format_worker_name(rank)
 
 
-def find_common_step(run: RunFolder, num_workers: int) -> int | None:
+def find_newest_common_checkpoint_step(run: RunFolder, num_workers: int) -> int | None:
     """Return the step of the newest checkpoint that all workers have, if any."""
     each = [list_checkpoint_steps(get_checkpoint_folder(run, rank)) for rank in range(num_workers)]
     return max(set.intersection(*each), default=None)
 
 
-def delete_older_checkpoints(run: RunFolder, rank: int, num_workers: int) -> None:
+def delete_checkpoints_before_common_step(run: RunFolder, rank: int, num_workers: int) -> None:
     """Delete a worker's checkpoints before the newest one that all workers have.
 
     Workers do not wait for each other: a slower worker may not have written the newest checkpoint yet.
@@ -49,11 +49,11 @@ def delete_older_checkpoints(run: RunFolder, rank: int, num_workers: int) -> Non
         rank: Rank of this worker.
         num_workers: Number of workers.
     """
-    if (step := find_common_step(run, num_workers)) is not None:
+    if (step := find_newest_common_checkpoint_step(run, num_workers)) is not None:
         delete_checkpoints(get_checkpoint_folder(run, rank), before_step=step)
 
 
-def find_last_write_time_s(run: RunFolder) -> float | None:
+def find_last_write_unix_s(run: RunFolder) -> float | None:
     """Return the time of the last write to a run folder, in seconds since 1970.
 
     This is about the end of the attempt, because a process on each node writes every second. The result is
@@ -125,7 +125,7 @@ def _record_attempt_end(
         ended_unix_s: End of the attempt in seconds since 1970.
         now_unix_s: Present time in seconds since 1970.
     """
-    step = find_common_step(job.folder, job.world_size)
+    step = find_newest_common_checkpoint_step(job.folder, job.world_size)
     # With later checkpoints, workers might resume from checkpoints of different attempts.
     for rank in range(job.world_size):
         delete_later_checkpoints(get_checkpoint_folder(job.folder, rank), step or 0)

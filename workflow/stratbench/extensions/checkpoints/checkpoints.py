@@ -220,7 +220,7 @@ class AsyncCheckpointWriter:
         if self._error is not None:
             raise self._error
 
-    def start_checkpoint_write(
+    def start_checkpoint_write_unless_busy(
         self,
         step: int,
         tensors: Sequence[Tensor],

@@ -35,7 +35,9 @@ class CheckpointWriter(Beside):
     def is_active_in(cls, job: Job) -> bool:
         return "checkpoints" in job.settings.more and not job.is_in_block
 
-    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> TrainingStart:
+    def restore_training_start(
+        self, clock: StepClock, epochs: list[dict[str, Any]]
+    ) -> TrainingStart:
         """Restore the training state from the checkpoint from which this attempt resumes.
 
         Without a checkpoint, training starts from the beginning.
@@ -59,7 +61,7 @@ class CheckpointWriter(Beside):
         with self.phases("resume"):
             return self._load_training_state(step)
 
-    def find_next_stop(self) -> int:
+    def find_next_clock_stop_step(self) -> int:
         return self._next_due
 
     def _load_training_state(self, step: int) -> TrainingStart:
@@ -69,9 +71,9 @@ class CheckpointWriter(Beside):
             loss_dtype = getattr(torch, metadata["loss_dtype"])
             losses = torch.zeros(metadata["losses"], dtype=loss_dtype)
             step_ms = torch.zeros(step, dtype=torch.float64)
-            tensors = [*self.strategy.state_tensors(), *random, step_ms, losses]
+            tensors = [*self.strategy.list_training_state_tensors(), *random, step_ms, losses]
             checkpoints.read_checkpoint_into_tensors(self._folder, step, tensors)
-        self.strategy.load_counts(metadata["counts"])
+        self.strategy.load_step_counts(metadata["counts"])
         self._clock.load_measured_times(metadata["clock"] | {"step_ms": step_ms.tolist()})
         Generators.from_tensors(random).restore_states(self.worker.device)
         self._before = metadata["kept"]
@@ -84,7 +86,7 @@ class CheckpointWriter(Beside):
             clock, own = self._clock.export_measured_times(), self.summarize_checkpoints()
             step_ms = torch.tensor(clock.pop("step_ms"), dtype=torch.float64)
             metadata = {
-                "counts": self.strategy.export_counts(),
+                "counts": self.strategy.export_step_counts(),
                 "clock": clock,
                 # The training appends to this list during the write, so a copy is written.
                 "epochs": list(self._epochs),
@@ -97,9 +99,9 @@ class CheckpointWriter(Beside):
                 step_ms,
                 stacked,
             ]
-            self._writer.start_checkpoint_write(
+            self._writer.start_checkpoint_write_unless_busy(
                 step,
-                self.strategy.state_tensors(),
+                self.strategy.list_training_state_tensors(),
                 constant_tensors=constant,
                 metadata=metadata,
             )
@@ -121,10 +123,10 @@ class CheckpointWriter(Beside):
         Return the number and times of all checkpoints, and the bytes per checkpoint.
         """
         self._writer.wait_for_checkpoint_write()
-        one = sum(t.nbytes for t in self.strategy.state_tensors())
+        one = sum(t.nbytes for t in self.strategy.list_training_state_tensors())
         return {"checkpoints": self.summarize_checkpoints() | {"bytes": one}}
 
     def _delete_older_checkpoints(self, folder: Path, step: int) -> None:
-        attempts.delete_older_checkpoints(
+        attempts.delete_checkpoints_before_common_step(
             self.worker.folder, self.worker.rank, self.worker.world_size
         )

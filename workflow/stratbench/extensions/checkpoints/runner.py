@@ -27,7 +27,7 @@ class RestartRunner(Runner):
         return "checkpoints" in s.more
 
     def prepare(self, folder: RunFolder, cell: Cell, s: Settings, data_dir: Path) -> None:
-        self._ended_unix_s = attempts.find_last_write_time_s(folder)
+        self._ended_unix_s = attempts.find_last_write_unix_s(folder)
         super().prepare(folder, cell, s, data_dir)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, CellEnding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_inequality_messages
+from stratbench.analysis.records.facts import Facts, iter_excess_messages, iter_mismatch_messages
 from stratbench.extensions.audit.rule import record_rule
 
 #: Tolerance in seconds between the times of the command and of its supervisor, which read the same clock.
@@ -38,7 +38,7 @@ def find_contradictory_reports(facts: Facts) -> Iterator[str]:
     if not facts.finished or not reported:
         return
     for path, other in EQUAL:
-        yield from iter_inequality_messages(path, facts(path), other, facts(other))
+        yield from iter_mismatch_messages(path, facts(path), other, facts(other))
     for path, other in WITHIN:
         yield from iter_excess_messages(
             path, facts(path), other, facts(other), absolute_tolerance=READ_S
@@ -59,7 +59,7 @@ def find_contradictory_reports(facts: Facts) -> Iterator[str]:
         "program.self_reported.samples", reported["samples"], formula, batches
     )
     if not reported["batches_differ"]:
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "program.self_reported.samples", reported["samples"], formula, batches
         )
 
@@ -73,7 +73,7 @@ def find_reports_with_unrequested_counts(facts: Facts) -> Iterator[str]:
     if facts.status != "ok":
         return
     workers, samples = (facts(f"program.self_reported.{name}") for name in ("workers", "samples"))
-    yield from iter_inequality_messages(
+    yield from iter_mismatch_messages(
         "program.self_reported.workers", workers, "cell.gpus", facts.gpus
     )
     steps = facts("settings.steps")
@@ -81,7 +81,7 @@ def find_reports_with_unrequested_counts(facts: Facts) -> Iterator[str]:
         steps = facts.multiply_fields("batch.steps_per_epoch", "settings.epochs")
     if steps is not None:
         expected = steps * facts("batch.global_batch")
-        yield from iter_inequality_messages(
+        yield from iter_mismatch_messages(
             "program.self_reported.samples", samples, "those of the cell", expected
         )
 

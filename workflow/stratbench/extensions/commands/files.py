@@ -50,7 +50,7 @@ def read_exit_statuses(run: RunFolder, n_nodes: int) -> list[dict[str, Any]]:
     ]
 
 
-def find_files_in_arguments(arguments: Iterable[str]) -> dict[str, Path]:
+def find_files_by_argument(arguments: Iterable[str]) -> dict[str, Path]:
     """Return the user's files that a command's arguments name, by their names there.
 
     The result includes files of the user that a Python file imports, by their relative paths. A module after

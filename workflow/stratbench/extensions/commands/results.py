@@ -52,7 +52,7 @@ def make_worker_result(job: Job, report: CommandReport) -> dict[str, Any]:
     starts = [begin - origin_s for begin, _ in report.training_intervals]
     evaluated_s = sum(
         s.reported_at_s - e
-        for s, e in zip(report.scores, list_evaluation_starts_s(report), strict=True)
+        for s, e in zip(report.scores, list_evaluation_start_times_s(report), strict=True)
     )
     phases = {"build_s": starts[0]}
     if report.scores and not job.settings.steps:
@@ -108,7 +108,7 @@ def make_self_reported_entry(report: CommandReport, origin_s: float) -> dict[str
     }
 
 
-def list_evaluation_starts_s(report: CommandReport) -> list[float]:
+def list_evaluation_start_times_s(report: CommandReport) -> list[float]:
     """Return the time at which the evaluation for each score began, in seconds.
 
     It is the end of the last step, or the time of the previous score.
@@ -212,8 +212,8 @@ def collect_external_measurements(job: Job) -> dict[str, Any]:
     """Return measurements of the command's processes on all nodes; a value is None if unknown."""
     ends = read_exit_statuses(job.folder, job.n_nodes)
     processes, gpus = (
-        read_sampled_values(job, "process", "rss_bytes"),
-        read_sampled_values(job, "gpu", "mem_used_bytes"),
+        read_column_of_resource_samples(job, "process", "rss_bytes"),
+        read_column_of_resource_samples(job, "gpu", "mem_used_bytes"),
     )
     whole = len(ends) == job.n_nodes
     return {
@@ -227,7 +227,7 @@ def collect_external_measurements(job: Job) -> dict[str, Any]:
     }
 
 
-def read_sampled_values(job: Job, kind: str, column: str) -> list[int]:
+def read_column_of_resource_samples(job: Job, kind: str, column: str) -> list[int]:
     """Read all sampled values of a column for the cell's processes or GPUs.
 
     Args:
@@ -235,7 +235,7 @@ def read_sampled_values(job: Job, kind: str, column: str) -> list[int]:
         kind: `process` or `gpu`.
         column: Name of the column.
     """
-    rows = (row for path in job.folder.list_sample_paths() for row in read_samples(path))
+    rows = (row for path in job.folder.list_timeline_samples_paths() for row in read_samples(path))
     return [int(row[column]) for row in rows if row["kind"] == kind and row.get(column)]
 
 

@@ -29,7 +29,7 @@ _COUNTS = (
 )
 
 
-def judge_same_work(rows: Sequence[Row]) -> None:
+def set_same_work_column(rows: Sequence[Row]) -> None:
     """Set `same_work`: whether a user's command did the same work as the compared cells.
 
     A cell that did other work gets the status `incomparable`.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from stratbench.cell.options import option
 from stratbench.cell.settings import GIVEN
-from stratbench.extensions.commands.files import find_files_in_arguments
+from stratbench.extensions.commands.files import find_files_by_argument
 from stratbench.strategies.base import Options, Strategy, Traits
 
 #: Placeholders in arguments and their meanings, in addition to the names of an experiment's settings.
@@ -117,7 +117,7 @@ class Command(Strategy):
 
     @classmethod
     def list_user_files(cls, options: Mapping[str, Any]) -> dict[str, Path]:
-        return find_files_in_arguments(get_command_arguments(options))
+        return find_files_by_argument(get_command_arguments(options))
 
     @classmethod
     def iter_unmet_requirements(cls, options: Mapping[str, Any]) -> Iterator[str]:

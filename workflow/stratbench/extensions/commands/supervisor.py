@@ -54,7 +54,7 @@ def main() -> None:
         # Only the node's agent may stop this process, by closing its standard input.
         signal.signal(number, signal.SIG_IGN)
     lock_cell_as_worker(args.logs)
-    set_process_attribute(_SET_CHILD_SUBREAPER, 1)
+    call_prctl(_SET_CHILD_SUBREAPER, 1)
     begun_s = time.monotonic()
     with args.log.open("ab") as log:
         try:
@@ -68,19 +68,21 @@ def main() -> None:
         except OSError as e:
             log.write(f"{args.program[0]}: {e.strerror}\n".encode())
             os._exit(127)
-    threading.Thread(target=end_when_input_closes, daemon=True).start()
+    threading.Thread(target=exit_when_stdin_closes, daemon=True).start()
     exit_code = child.wait()
     ended_s = time.monotonic()
     kill_descendants()
     write_text_atomically(
         args.end,
-        json.dumps({"origin_s": args.origin_s} | collect_exit_values(exit_code, begun_s, ended_s)),
+        json.dumps(
+            {"origin_s": args.origin_s} | make_exit_status_entry(exit_code, begun_s, ended_s)
+        ),
     )
     sys.stdout.flush()
     os._exit(0)
 
 
-def collect_exit_values(exit_code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
+def make_exit_status_entry(exit_code: int, begun_s: float, ended_s: float) -> dict[str, Any]:
     """Return how the command ended, and the CPU time and memory that it used.
 
     Times are in seconds and memory is in bytes. `max_rss_bytes` is the high-water mark of the largest
@@ -103,7 +105,7 @@ def collect_exit_values(exit_code: int, begun_s: float, ended_s: float) -> dict[
     }
 
 
-def end_when_input_closes() -> None:
+def exit_when_stdin_closes() -> None:
     """Wait for the end of standard input, then kill all descendants and end this process."""
     while sys.stdin.buffer.read(1):
         pass
@@ -133,7 +135,7 @@ def reap_ended_children() -> None:
         return
 
 
-def set_process_attribute(option: int, value: int) -> None:
+def call_prctl(option: int, value: int) -> None:
     """Set an attribute of this process by prctl(2), which only Linux has."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
@@ -147,7 +149,7 @@ def _prepare_child_process() -> None:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    set_process_attribute(_SET_PDEATHSIG, signal.SIGKILL)
+    call_prctl(_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

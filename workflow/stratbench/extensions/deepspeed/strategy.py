@@ -258,11 +258,11 @@ class DeepSpeed(Counted):
             yield model
         self._free_gathered_parameters()
 
-    def model_states(self) -> dict[str, int]:
-        from stratbench.telemetry.memory import measure_model_states
+    def compute_model_state_bytes(self) -> dict[str, int]:
+        from stratbench.telemetry.memory import measure_model_state_bytes
 
         workers, stage = self.worker.world_size, self.options.stage
-        states = measure_model_states(self.model, self.optimizer)
+        states = measure_model_state_bytes(self.model, self.optimizer)
         states["optimizer_bytes"] += sum(t.nbytes for t in self.local)
         if stage == 3:
             states["parameters_bytes"] = sum(

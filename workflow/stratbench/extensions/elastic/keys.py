@@ -62,7 +62,7 @@ class Elastic(Keys):
             return
         for name, base, options in iter_strategy_options(block, study):
             if (
-                reason := get_strategy_class(base).explain_fixed_workers(options, block)
+                reason := get_strategy_class(base).fixed_worker_count_reason(options, block)
             ) is not None:
                 yield (
                     f".elastic = true: {name}: {reason}; remove {name} from strategies, or move it to "

@@ -33,7 +33,7 @@ from stratbench.extensions.elastic.keys import Elastic
 from stratbench.extensions.elastic.run_files import RunFiles
 from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
-from stratbench.telemetry.machine.busy import measure_other_load
+from stratbench.telemetry.machine.busy import measure_load_of_other_programs
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.sampler import Sampler
 from stratbench.train import agent
@@ -110,7 +110,7 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
                 if ending.status != "error":
                     files.end_marker_path.touch()
                     supervisor.stop_submitting_jobs()
-                    _wait_for_last_worker_files(coordinator)
+                    _wait_until_workers_wrote_results(coordinator)
         finally:
             files.write_member_history(incarnation, coordinator.export_member_history())
             # After the end no later launcher resumes the training.
@@ -194,7 +194,7 @@ def _iter_worker_results(
             yield result
 
 
-def _wait_for_last_worker_files(coordinator: Coordinator) -> None:
+def _wait_until_workers_wrote_results(coordinator: Coordinator) -> None:
     ends = time.monotonic() + LAST_FILES_S
     while coordinator.num_present_members and time.monotonic() < ends:
         time.sleep(POLL_S / 4)
@@ -249,13 +249,15 @@ def open_worker_job_backend(job: Job, worker_job: WorkerJob | None) -> Iterator[
     folder = job.folder
     agent.set_process_environment(job, on_one_host=worker_job is None)
     if worker_job is not None:
-        folder.write_load_of_other_processes(0, measure_other_load())
+        folder.write_load_of_other_processes(0, measure_load_of_other_programs())
         yield SlurmJobs(worker_job, folder, job.cell.path)
         return
     with run_fork_server(may_share=not job.use_cuda or is_shared_server_on_same_gpus()) as server:
-        sampler = Sampler(folder.get_samples_path(0), folder.get_pid_list_path(0), job.origin_s)
+        sampler = Sampler(
+            folder.get_timeline_samples_path(0), folder.get_pid_list_path(0), job.origin_s
+        )
         try:
-            folder.write_load_of_other_processes(0, measure_other_load())
+            folder.write_load_of_other_processes(0, measure_load_of_other_programs())
             yield LocalJobs(server, folder.job_path, sampler.watch_process)
         finally:
             sampler.stop()

@@ -13,8 +13,8 @@ from stratbench.study.resources import (
     JOB_MIB,
     JobRequest,
     PlannedNeeds,
-    build_plain_request,
-    compute_job_runtime_min,
+    build_single_job_request,
+    compute_job_time_limit_minutes,
     count_workers_per_node,
 )
 
@@ -42,7 +42,7 @@ def request_workers(
         return None
     share = {k: v for k, v in settings.options.items() if k != "servers"}
     each_mib = -(-needs.host_mem_mib // count_workers_per_node(cell, cluster))
-    each = build_plain_request(
+    each = build_single_job_request(
         replace(cell, gpus=1),
         replace(settings, gpus=1, options=share),
         cluster,
@@ -50,7 +50,7 @@ def request_workers(
         PlannedNeeds(host_mem_mib=each_mib, max_time_s=needs.max_time_s),
     )
     each = replace(each, runtime_min=cluster["worker_time_limit_min"] or each.runtime_min)
-    minutes = compute_job_runtime_min(time_limit_s, cluster, needs.max_time_s)
+    minutes = compute_job_time_limit_minutes(time_limit_s, cluster, needs.max_time_s)
     minutes += math.ceil(60 * cluster["elastic_wait_h"])
     request = make_own_job_request(settings, cluster, minutes, needs.servers_mem_mib)
     return replace(request, workers=cell.gpus, worker=each)

@@ -16,7 +16,7 @@ from stratbench.extensions.elastic import launch, served
 from stratbench.extensions.elastic.accounts import accounts, served_accounts
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.servers.cells import has_servers, read_finished_server_statistics
-from stratbench.extensions.servers.figures import compute_served_totals, make_server_entry
+from stratbench.extensions.servers.figures import compute_server_cell_totals, make_server_entry
 from stratbench.strategies import get_strategy_class
 from stratbench.telemetry.pauses import PauseWatch
 from stratbench.telemetry.timeline import PhaseInterval, read_phase_intervals
@@ -54,10 +54,10 @@ class ElasticRunner(Runner):
         with super().reserve_gpus(s, args) as use_cuda:
             yield use_cuda
 
-    def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
+    def count_threads_per_worker(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
         if (worker_job := parse_worker_job(args)) is not None:
             return s.threads or worker_job.cpus
-        return super().count_threads(s, workers, args)
+        return super().count_threads_per_worker(s, workers, args)
 
     def run(self, job: Job, args: argparse.Namespace) -> tuple[Job, Exits, CellEnding]:
         job = launch.shift_times_to_first_launcher(job)
@@ -78,8 +78,8 @@ class ElasticRunner(Runner):
         if not servers:
             return accounts.compute_training_totals(job, per_epoch)
         samples = get_strategy_class(s.strategy).samples_per_step(s)
-        kept = served_accounts.drop_server_work_after_end(servers, len(per_epoch))
-        return compute_served_totals(workers, kept, samples, per_epoch)
+        kept = served_accounts.drop_server_work_after_last_epoch(servers, len(per_epoch))
+        return compute_server_cell_totals(workers, kept, samples, per_epoch)
 
     def build_server_entry(self, job: Job) -> dict[str, Any] | None:
         """Make the record's section `server`, or None for a cell without parameter servers."""

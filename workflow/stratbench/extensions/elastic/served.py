@@ -73,7 +73,7 @@ def launch_training(job: Job, worker_job: WorkerJob | None, watch: PauseWatch) -
                 if ending.status != "error":
                     files.end_marker_path.touch()
                     supervisor.stop_submitting_jobs()
-                    _wait_for_last_worker_files(job, supervisor)
+                    _wait_until_workers_wrote_results(job, supervisor)
         finally:
             _stop_servers(servers)
             if files.end_marker_path.exists():
@@ -166,7 +166,7 @@ def _classify_ending(job: Job, servers: list[Process]) -> CellEnding:
     return CellEnding("ok", None)
 
 
-def _wait_for_last_worker_files(job: Job, supervisor: WorkerJobSupervisor) -> None:
+def _wait_until_workers_wrote_results(job: Job, supervisor: WorkerJobSupervisor) -> None:
     """Wait until the workers that are still present have written their results."""
     joined = {
         e["worker"] for e in read_journal(RunFiles(job.folder).servers_dir) if e["event"] == "join"

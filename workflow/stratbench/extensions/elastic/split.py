@@ -152,7 +152,7 @@ class ElasticSynchronous:
         """Whether this worker has rank 0 in its current or last generation."""
         return self._rank == 0
 
-    def train_until_over(self, memory: MemoryMeter) -> loop.TrainingResult:
+    def train_until_training_ends(self, memory: MemoryMeter) -> loop.TrainingResult:
         """Train until the training is over or this worker must leave. Return the worker's results.
 
         Raises:
@@ -223,7 +223,7 @@ class ElasticSynchronous:
                 memory.start()
             self.generations += 1
             self._synchronize_first_step()
-            progress.is_training_over = self._train_until_stop(progress)
+            progress.is_training_over = self._train_until_complete_or_stopped(progress)
         except (RuntimeError, checkpoints.DamagedCheckpoint) as error:
             if not isinstance(error, checkpoints.DamagedCheckpoint) and not any(
                 sign in str(error).lower() for sign in _OF_PEERS
@@ -286,7 +286,7 @@ class ElasticSynchronous:
         self._rank, self._world = message["rank"], message["world"]
         worker.rank, worker.world_size, worker.mesh = self._rank, self._world, Mesh(self._world)
         strategy.optimizer.zero_grad(set_to_none=True)
-        state = strategy.state_tensors() if message["load"] or self._rank else []
+        state = strategy.list_training_state_tensors() if message["load"] or self._rank else []
         # If rank 0 is lost while it sends its state, this worker restores its old state.
         with self._phases("join"), self._restore_tensors_on_failure(state):
             if message["load"]:
@@ -318,7 +318,9 @@ class ElasticSynchronous:
             raise
 
     def _list_optimizer_tensors(self) -> list[Tensor]:
-        return self.strategy.state_tensors()[len(self.strategy.weights_and_buffers()) :]
+        return self.strategy.list_training_state_tensors()[
+            len(self.strategy.weights_and_buffers()) :
+        ]
 
     def _synchronize_first_step(self) -> None:
         """Wait for all workers before the first step. Report the pause since the last step."""
@@ -329,7 +331,7 @@ class ElasticSynchronous:
 
     # ------------------------------------------------------------ steps
 
-    def _train_until_stop(self, progress: GenerationProgress) -> bool:
+    def _train_until_complete_or_stopped(self, progress: GenerationProgress) -> bool:
         """Take training steps until the last one, or until workers vote to stop.
 
         Return whether the training is complete.
@@ -418,8 +420,11 @@ class ElasticSynchronous:
 
     def _save_checkpoint(self, wait_until_written: bool = False) -> None:
         facts = {"epochs": list(self._entries)}
-        self._checkpoints.start_checkpoint_write(
-            self._step, self.strategy.state_tensors(), wait_until_written, metadata=facts
+        self._checkpoints.start_checkpoint_write_unless_busy(
+            self._step,
+            self.strategy.list_training_state_tensors(),
+            wait_until_written,
+            metadata=facts,
         )
         self._kept_s = time.monotonic()
 

@@ -68,7 +68,7 @@ def main(job_file: str, worker_number: int, local_rank: int = 0) -> None:
         else nullcontext(folder.node_local_dir) as local
     ):
         job = replace(job, origin_s=origin_s, folder=replace(folder, node_local_dir=local))
-        code = _train_and_write_results(job, worker_number, local_rank, leave_requested)
+        code = _train_and_return_exit_code(job, worker_number, local_rank, leave_requested)
     worker.exit_immediately(code)
 
 
@@ -95,7 +95,7 @@ def set_event_on_signals(
     threading.Thread(target=wait_for_signal, daemon=True).start()
 
 
-def _train_and_write_results(
+def _train_and_return_exit_code(
     job: Job, worker_number: int, local_rank: int, leave_requested: threading.Event
 ) -> int:
     """Train as worker `worker_number`, write the worker's results, and return the exit code."""
@@ -107,7 +107,7 @@ def _train_and_write_results(
         return 0
     except Exception as error:
         traceback.print_exc()
-        result, code = worker.build_error_result(error)
+        result, code = worker.build_error_result_and_exit_code(error)
     job.folder.write_worker_result(worker_number, result)
     return code
 
@@ -146,7 +146,7 @@ def train_synchronous(
         strategy, data, ready.worker, phases, group, membership, leave_requested, worker_number
     )
     measured = worker.build_worker_result(
-        split.train_until_over(start.memory), start, worker_number
+        split.train_until_training_ends(start.memory), start, worker_number
     )
     # The bytes sent per step are unknown, because they change with the number of present workers.
     measured |= {"communication": None, "generations": split.generations}

@@ -14,7 +14,7 @@ from stratbench.cell.settings import Settings
 from stratbench.cell.text.words import format_bytes, format_count
 from stratbench.strategies import get_mesh, get_traits
 from stratbench.strategies.mesh import Mesh
-from stratbench.workload.network.models import get_model
+from stratbench.workload.network.models import get_model_or_name
 from stratbench.workload.network.registry import FAMILIES, get_model_metadata
 
 #: Settings that no emitted file contains: the user's trainer has its own model, data and measurement.
@@ -127,7 +127,7 @@ class ChosenCell:
 
         The list is empty if FSDP's groups of modules were formed by size.
         """
-        network = get_model_metadata(get_model(self.settings))
+        network = get_model_metadata(get_model_or_name(self.settings))
         if network.own_model is not None:
             # A model of transformers declares these classes itself, and the record's text lists them.
             rule = self.record["model"].get("own", {}).get("sharding") or ""

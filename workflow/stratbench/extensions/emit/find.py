@@ -12,9 +12,7 @@ from stratbench.extensions.emit.errors import EmitError
 NAME = "EXPERIMENT/STRATEGY/MODEL/Ngpu[/repK]"
 
 
-def read_chosen_or_named_record(
-    results: Path, study: str | None, cell: str | None
-) -> record.Record:
+def read_record_to_emit(results: Path, study: str | None, cell: str | None) -> record.Record:
     """Read the record of the named cell, or of the cell that `decide` chose.
 
     Args:

@@ -54,7 +54,7 @@ def add_subcommand(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
 def run_emit_command(args: argparse.Namespace, unknown_arguments: list[str]) -> int:
     """Print the emitted file, or write it to `--output`. Return the process's exit code."""
     from stratbench.extensions.emit.choice import ChosenCell
-    from stratbench.extensions.emit.find import read_chosen_or_named_record
+    from stratbench.extensions.emit.find import read_record_to_emit
     from stratbench.extensions.emit.table import format_file_for_target
 
     try:
@@ -63,7 +63,7 @@ def run_emit_command(args: argparse.Namespace, unknown_arguments: list[str]) -> 
                 f"unknown arguments: {' '.join(unknown_arguments)}; see stratbench emit --help"
             )
         text = format_file_for_target(
-            ChosenCell(read_chosen_or_named_record(args.results, args.study, args.cell)), args.to
+            ChosenCell(read_record_to_emit(args.results, args.study, args.cell)), args.to
         )
     except EmitError as error:
         print(f"stratbench emit: {error}", file=sys.stderr)

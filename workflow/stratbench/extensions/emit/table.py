@@ -46,7 +46,7 @@ NAMES_IN_TARGETS: dict[str, dict[str, str]] = {
 }
 
 
-def list_targets_of_strategy(strategy: str) -> list[str]:
+def list_emit_targets_of_strategy(strategy: str) -> list[str]:
     """Return the targets of `--to` that support a strategy."""
     names = NAMES_IN_TARGETS.get(strategy, {})
     return [target for target in TARGETS if target in names or target == "variant"]
@@ -58,7 +58,10 @@ def format_file_for_target(choice: ChosenCell, target: str) -> str:
     Raises:
         EmitError: If the target does not support the strategy; the message names the targets that do.
     """
-    strategy, known = choice.settings.strategy, list_targets_of_strategy(choice.settings.strategy)
+    strategy, known = (
+        choice.settings.strategy,
+        list_emit_targets_of_strategy(choice.settings.strategy),
+    )
     if target not in known:
         engine = TARGETS[target].partition(" (")[0]
         raise EmitError(

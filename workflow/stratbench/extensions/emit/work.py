@@ -35,7 +35,11 @@ class Work:
             device: Device of this worker.
         """
         self.settings = s = Settings.from_recorded_values(record.read_record(path)["settings"])
-        self.rank, network, dtype = rank, models.get_model(s), get_weights_dtype(s.precision)
+        self.rank, network, dtype = (
+            rank,
+            models.get_model_or_name(s),
+            get_weights_dtype(s.precision),
+        )
         shape = models.compute_input_shape(
             network, tuple(DeviceData.load_prepared_data_set(Path(data)).meta["shape"])
         )

@@ -61,7 +61,7 @@ def generate_masked_markov_text(
     return make_generated_source(
         (train_samples, test_samples),
         generate_masked_text_chunks,
-        compute_entropy_given_neighbours(chain),
+        compute_token_entropy_given_neighbours(chain),
     )
 
 
@@ -83,7 +83,7 @@ def replace_tokens_by_mask(
     return np.where(hidden, mask_token, texts), np.where(hidden, texts, IGNORED)
 
 
-def compute_entropy_given_neighbours(chain: MarkovChain) -> Nats:
+def compute_token_entropy_given_neighbours(chain: MarkovChain) -> Nats:
     """Return the entropy in nats of a Markov chain's token whose two neighbours are known.
 
     By the chain rule, it is the entropy of the next two tokens, minus that of the second one of these.
@@ -198,7 +198,7 @@ MASKED = Generator(
     generate_masked_markov_text,
     _SIZES | {"vocabulary": 64, "sequence": 64, "seed": 0},
     shape_keys=("sequence",),
-    classes_key="vocabulary",
+    class_count_key="vocabulary",
     task="masked-token",
     list_min_values=lambda values: {"vocabulary": 3, "sequence": 3},
 )

@@ -65,7 +65,7 @@ def read_masked_text_files(
     """
     tokens, size = read_tokens_and_vocabulary_size(dataset_name, files, tokenizer)
     opened = open_tokenizer(dataset_name, tokenizer) if tokenizer else None
-    hides = find_special_token_number(opened, MASK_NAMES, size)
+    hides = find_special_token_id(opened, MASK_NAMES, size)
     parts = split_text_into_train_and_test(dataset_name, tokens, size, sequence, test_share)
 
     def make_masked_split(tokens: np.ndarray, random_stream: int) -> Split:
@@ -86,7 +86,7 @@ def read_masked_text_files(
     )
 
 
-def find_special_token_number(tokenizer: Any, token_names: Sequence[str], new_number: int) -> int:
+def find_special_token_id(tokenizer: Any, token_names: Sequence[str], new_number: int) -> int:
     """Return the number of a tokenizer's special token, such as the mask.
 
     Args:
@@ -136,7 +136,7 @@ def read_labelled_texts(
     tokens = BYTES
     if opened:
         size = opened.get_vocab_size()
-        fills = find_special_token_number(opened, PADDING_NAMES, size)
+        fills = find_special_token_id(opened, PADDING_NAMES, size)
         tokens = max(size, fills + 1)
         opened.enable_truncation(sequence)
         opened.enable_padding(length=sequence, pad_id=fills)
@@ -172,14 +172,12 @@ def _read_texts_by_label(
 ) -> SamplesByClass:
     by_label: SamplesByClass = {}
     for path in files:
-        for text, label in read_table_columns(dataset_name, path, columns):
+        for text, label in read_table_rows(dataset_name, path, columns):
             by_label.setdefault(label, []).append(text)
     return by_label
 
 
-def read_table_columns(
-    dataset_name: str, path: Path, columns: Sequence[str]
-) -> list[tuple[str, ...]]:
+def read_table_rows(dataset_name: str, path: Path, columns: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the values in the given columns of a table file. Each row is a tuple.
 
     The file is CSV with a header, or JSON Lines.

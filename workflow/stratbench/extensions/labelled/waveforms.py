@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from stratbench.extensions.labelled.texts import read_table_columns
+from stratbench.extensions.labelled.texts import read_table_rows
 from stratbench.workload.data.kinds import FileKind, SampleFileKind
 from stratbench.workload.data.own_files import (
     LabelledSamples,
@@ -76,7 +76,7 @@ def _list_files_by_label(dataset_name: str, folder: Path, table: Path) -> Sample
     """Return the WAV files by label, as a user's table states them."""
     files: dict[str, Path] = dict(list_sample_files([folder], WAVEFORMS))
     by_label: SamplesByClass = {}
-    for file, label in read_table_columns(dataset_name, table, COLUMNS):
+    for file, label in read_table_rows(dataset_name, table, COLUMNS):
         if (path := files.pop(PurePath(file).as_posix(), None)) is None:
             raise DataError(
                 f"data set {dataset_name!r}: {table} names {file!r}, which is not a {WAVEFORMS} in "

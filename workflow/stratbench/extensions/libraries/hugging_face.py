@@ -100,7 +100,7 @@ def build_network(
     data = "texts" if vocab_size else "images" if image_size else "waveforms"
     _check_config_suits_data_kind(kind, data)
     if vocab_size is not None:
-        _fit_config_to_text(made, values, vocab_size, sequence)
+        _adapt_config_to_text_data(made, values, vocab_size, sequence)
     if not issubclass(model_class, PreTrainedModel):
         if kind not in model_class._model_mapping:
             raise Unsuitable(
@@ -158,7 +158,7 @@ def _check_config_suits_data_kind(config_class: type[PreTrainedConfig], data_kin
             )
 
 
-def _fit_config_to_text(
+def _adapt_config_to_text_data(
     config: PreTrainedConfig, values: Mapping[str, Any], vocab_size: int, sequence: int
 ) -> None:
     """Increase the config's maximum number of positions to the length of the data set's samples.

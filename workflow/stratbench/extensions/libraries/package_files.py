@@ -17,7 +17,7 @@ def find_package_folder(package: str) -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
-def missing_package_reason(package: str) -> str:
+def describe_missing_package(package: str) -> str:
     """Return the message that a package is not installed, with the command that installs it."""
     return f"the package {package} is not installed here; pip install {package}"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.extensions.libraries.package_files import (
+    describe_missing_package,
     find_package_folder,
     format_name_suggestion,
-    missing_package_reason,
 )
 from stratbench.workload.network.libraries import Library
 
@@ -21,7 +21,9 @@ CALL = "timm:create_model"
 class Timm(Library):
     """The library timm. An entry of `models` in config.yaml names a model in timm's registry."""
 
-    def make_call(self, model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+    def make_builder_call_entry(
+        self, model_entry: Mapping[str, Any], hash_cache: Path
+    ) -> dict[str, Any]:
         """Return the call of `timm.create_model`, as a dict with its function and its arguments."""
         for key in ("weights", "lora"):
             if key in model_entry:
@@ -37,7 +39,7 @@ class Timm(Library):
         """Return why timm cannot build the model, or None if it can. timm is not imported."""
         folder = find_package_folder("timm")
         if folder is None:
-            return missing_package_reason("timm")
+            return describe_missing_package("timm")
         name = model_entry["kwargs"].get("model_name") if model_entry["call"] == CALL else None
         if not isinstance(name, str):
             return None
@@ -52,7 +54,7 @@ class Timm(Library):
         """Return the task of all timm models, which is classification."""
         return "classification"
 
-    def list_data_arguments(
+    def collect_data_arguments(
         self, kwargs: Mapping[str, Any], data_values: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments that follow from the data: channels, and the size for fixed-size models."""

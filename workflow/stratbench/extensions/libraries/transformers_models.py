@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 from stratbench.cell.text.words import format_wrong_value
 from stratbench.extensions.libraries.package_files import (
+    describe_missing_package,
     find_package_folder,
     format_name_suggestion,
     iter_config_keys,
-    missing_package_reason,
     read_class_definitions,
 )
 from stratbench.workload.data.kinds import SampleFileKind
@@ -47,7 +47,9 @@ class Transformers(Library):
 
     built_by: ClassVar[str | None] = BUILDER
 
-    def make_call(self, model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+    def make_builder_call_entry(
+        self, model_entry: Mapping[str, Any], hash_cache: Path
+    ) -> dict[str, Any]:
         """Return the call that builds a model. It is a dict with the class, its config and its arguments."""
         named, arguments = model_entry["transformers"], dict(model_entry.get("arguments", {}))
         name, config = _find_class_name_and_config(named)
@@ -75,7 +77,7 @@ class Transformers(Library):
             return None
         folder = find_package_folder("transformers")
         if folder is None:
-            return missing_package_reason("transformers")
+            return describe_missing_package("transformers")
         if name.startswith("Auto"):
             return None
         file = _find_class_file(folder, name)
@@ -91,10 +93,10 @@ class Transformers(Library):
         return self._invalid_lora_reason(model_entry)
 
     def _invalid_lora_reason(self, model_entry: Mapping[str, Any]) -> str | None:
-        for package in self.list_further_packages(model_entry):
+        for package in self.list_additional_packages_for_call(model_entry):
             folder = find_package_folder(package)
             if folder is None:
-                return f"lora: {missing_package_reason(package)}"
+                return f"lora: {describe_missing_package(package)}"
             keys: set[str] = set()
             for name in ("config.py", "tuners/lora/config.py"):
                 for class_name, definition in read_class_definitions(folder / name).items():
@@ -105,7 +107,7 @@ class Transformers(Library):
                     return f"lora.{key}: peft's LoraConfig has no {key!r}{format_name_suggestion(key, keys)}"
         return None
 
-    def list_further_packages(self, model_entry: Mapping[str, Any]) -> list[str]:
+    def list_additional_packages_for_call(self, model_entry: Mapping[str, Any]) -> list[str]:
         """Return ["peft"] if the model is trained with LoRA adapters, else an empty list."""
         return (
             ["peft"]
@@ -114,7 +116,7 @@ class Transformers(Library):
             else []
         )
 
-    def list_head_tasks(self, call: str) -> tuple[str, ...]:
+    def list_tasks_of_model_class(self, call: str) -> tuple[str, ...]:
         """Return the tasks that a called model class is for, according to the class name."""
         name = _get_called_class_name(call) or ""
         return next((learns for part, learns in HEADS.items() if part in name), ())
@@ -124,7 +126,7 @@ class Transformers(Library):
         if "transformers" not in model_entry:
             return None
         name, _ = _find_class_name_and_config(model_entry["transformers"])
-        learns = self.list_head_tasks(f"transformers:{name}")
+        learns = self.list_tasks_of_model_class(f"transformers:{name}")
         if len(learns) < 2:
             return next(iter(learns), None)
         folder = find_package_folder("transformers")
@@ -132,7 +134,7 @@ class Transformers(Library):
         takes_sound = file is not None and _TAKES_SOUND.search(file.read_text(encoding="utf-8"))
         return "audio-classification" if takes_sound else "text-classification"
 
-    def get_entry_vocabulary(self, model_entry: Mapping[str, Any]) -> int | None:
+    def get_entry_vocabulary_size(self, model_entry: Mapping[str, Any]) -> int | None:
         """Return the vocabulary size in an entry's arguments or config. None if neither has it."""
         if "transformers" not in model_entry:
             return None
@@ -220,11 +222,11 @@ def _find_class_file(package_folder: Path, class_name: str) -> Path | None:
     Files of model families with whose name the class name begins are read first.
     """
 
-    def is_likely_class_file(path: Path) -> bool:
+    def may_define_class(path: Path) -> bool:
         return class_name.lower().startswith(path.parent.name.replace("_", ""))
 
     files = sorted(
-        package_folder.glob("models/*/modeling_*.py"), key=is_likely_class_file, reverse=True
+        package_folder.glob("models/*/modeling_*.py"), key=may_define_class, reverse=True
     )
     text = f"\nclass {class_name}("
     return next((f for f in files if text in f.read_text(encoding="utf-8")), None)

@@ -70,7 +70,7 @@ class CollectiveCost:
     steps_by_level: Mapping[Level, float]
     bytes_by_level: Mapping[Level, float]
 
-    def compute_seconds(self, links: Mapping[Level, LinkModel]) -> float:
+    def compute_time_s(self, links: Mapping[Level, LinkModel]) -> float:
         total_s = 0.0
         for level, steps in self.steps_by_level.items():
             if steps:
@@ -79,7 +79,7 @@ class CollectiveCost:
         return total_s
 
 
-def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+def compute_ring_cost(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """Return the cost of a collective over one ring of all ranks.
 
     The slowest link limits the ring. An all-reduce takes 2(N-1) steps of S/N bytes, gather and scatter half
@@ -108,7 +108,7 @@ def ring(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     )
 
 
-def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+def compute_tree_cost(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """Return the cost of a collective over a pipelined binary tree of ranks.
 
     The tree takes log2 steps up, and as many down again for an all-reduce. Each step has S bytes. NCCL's tree
@@ -130,7 +130,7 @@ def tree(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     )
 
 
-def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+def compute_hierarchical_cost(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """Return the cost of a collective over rings within nodes and rings between nodes.
 
     The rings between nodes connect equal ranks, and run concurrently. With g ranks per node, an all-reduce is
@@ -153,7 +153,7 @@ def hierarchical(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCos
     )
 
 
-def direct(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+def compute_direct_cost(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """Return the cost of one send from one rank to another.
 
     Args:
@@ -173,23 +173,23 @@ Algorithm = Callable[[str, float, LinkLayout], CollectiveCost]
 #: is an all-reduce.
 ALGORITHMS: dict[str, dict[str, tuple[Algorithm, ...]]] = {
     "nccl": {
-        "all_reduce": (ring, hierarchical, tree),
-        "all_gather": (ring, hierarchical),
-        "reduce_scatter": (ring, hierarchical),
-        "broadcast": (ring, tree),
-        "send": (direct,),
+        "all_reduce": (compute_ring_cost, compute_hierarchical_cost, compute_tree_cost),
+        "all_gather": (compute_ring_cost, compute_hierarchical_cost),
+        "reduce_scatter": (compute_ring_cost, compute_hierarchical_cost),
+        "broadcast": (compute_ring_cost, compute_tree_cost),
+        "send": (compute_direct_cost,),
     },
     "gloo": {
-        "all_reduce": (ring,),
-        "all_gather": (ring,),
-        "reduce_scatter": (ring,),
-        "broadcast": (tree,),
-        "send": (direct,),
+        "all_reduce": (compute_ring_cost,),
+        "all_gather": (compute_ring_cost,),
+        "reduce_scatter": (compute_ring_cost,),
+        "broadcast": (compute_tree_cost,),
+        "send": (compute_direct_cost,),
     },
 }
 
 
-def served(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
+def compute_served_cost(kind: str, n_bytes: float, layout: LinkLayout) -> CollectiveCost:
     """Return the cost of each worker's push and pull, which one server answers in turn.
 
     Args:
@@ -225,7 +225,16 @@ def get_algorithms_by_name(name: str, library: str, kind: str) -> tuple[Algorith
     """
     if name == FASTEST:
         return ALGORITHMS[library][kind]
-    known = {get_algorithm_name(f): f for f in (ring, tree, hierarchical, direct, served)}
+    known = {
+        get_algorithm_name(f): f
+        for f in (
+            compute_ring_cost,
+            compute_tree_cost,
+            compute_hierarchical_cost,
+            compute_direct_cost,
+            compute_served_cost,
+        )
+    }
     if name not in known:
         raise ValueError(
             f"links.csv: unknown algorithm {name!r}, expected one of {', '.join([*known, FASTEST])}"
@@ -310,7 +319,7 @@ def fit_links(times: Sequence[CollectiveTime]) -> list[FittedLink]:
 
 def _fit_links_of_kind(library: str, kind: str, times: Sequence[CollectiveTime]) -> _Fit:
     if kind == "push_pull":
-        return _fit_links_and_algorithms((served,), times, served)
+        return _fit_links_and_algorithms((compute_served_cost,), times, compute_served_cost)
     algorithms = ALGORITHMS[library][kind]
     fits = [_fit_links_and_algorithms((a,), times, a) for a in algorithms]
     if len(algorithms) > 1:
@@ -353,7 +362,7 @@ def _fit_links_and_algorithms(
         links = _fit_links_to_costs(
             [a(*tensor) for a, tensor in zip(chosen, tensors, strict=True)], medians
         )
-        costs = [[(a(*tensor).compute_seconds(links), a) for a in algorithms] for tensor in tensors]
+        costs = [[(a(*tensor).compute_time_s(links), a) for a in algorithms] for tensor in tensors]
         fastest = [min(of_one, key=lambda cost: cost[0]) for of_one in costs]
         fitted = [seconds for seconds, _ in fastest]
         misfit = math.sqrt(statistics.fmean(map(compute_squared_log_error, medians, fitted)))

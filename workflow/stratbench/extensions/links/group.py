@@ -70,7 +70,7 @@ class LinkGroup:
         )
 
 
-def measure_links_here(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
+def measure_links_on_this_node(sweep: Sweep, on_gpus: bool) -> MeasuredLinks:
     """Run the measuring processes on this machine, and return the measurements.
 
     Raises:

@@ -10,9 +10,9 @@ from stratbench.strategies import get_mesh, get_strategy_class
 from stratbench.study.config.config import Study
 from stratbench.study.resources import (
     JobRequest,
-    build_plain_request,
+    build_single_job_request,
     combine_requests,
-    compute_job_runtime_min,
+    compute_job_time_limit_minutes,
 )
 from stratbench.study.slurm.nodes import Node, count_fitting_nodes
 from stratbench.workload.network import models
@@ -37,14 +37,14 @@ def make_links_request(
         offered_nodes: Nodes that SLURM offers.
     """
 
-    def make_request_for_nodes(nodes: int) -> JobRequest:
+    def make_request_for_node_count(nodes: int) -> JobRequest:
         workers = nodes * cluster["gpus_per_node"]
         full = {replace(c, gpus=workers, repeat=0): study.settings(c) for c in study.cells}
-        requests = [build_plain_request(c, s, cluster, LINKS_S) for c, s in full.items()]
-        return combine_requests(requests, compute_job_runtime_min(LINKS_S, cluster))
+        requests = [build_single_job_request(c, s, cluster, LINKS_S) for c, s in full.items()]
+        return combine_requests(requests, compute_job_time_limit_minutes(LINKS_S, cluster))
 
-    return make_request_for_nodes(
-        2 if count_fitting_nodes(make_request_for_nodes(2), offered_nodes) > 1 else 1
+    return make_request_for_node_count(
+        2 if count_fitting_nodes(make_request_for_node_count(2), offered_nodes) > 1 else 1
     )
 
 

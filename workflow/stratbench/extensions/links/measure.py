@@ -29,13 +29,13 @@ from stratbench.cell.files import write_text_atomically
 from stratbench.extensions.links.collective_cost import CollectiveTime, FittedLink, fit_links
 from stratbench.extensions.links.group import (
     LinkGroup,
-    measure_links_here,
     measure_links_in_launched_process,
     measure_links_on_nodes,
+    measure_links_on_this_node,
 )
 from stratbench.extensions.links.servers import measure_server_exchanges
 from stratbench.extensions.links.timing import KINDS, MeasuredLinks, Sweep
-from stratbench.train.nodes.srun import read_slurm_job_size
+from stratbench.train.nodes.srun import read_slurm_node_and_core_counts
 
 TRANSPORTS = ("shm", "tcp")
 
@@ -64,7 +64,7 @@ def measure_all_collectives(args: argparse.Namespace, sweep: Sweep) -> MeasuredL
     if "RANK" in os.environ:
         return measure_links_in_launched_process(sweep, args.gpus)
     times, compute_slowdown = [], math.nan
-    nodes, cpus = read_slurm_job_size()
+    nodes, cpus = read_slurm_node_and_core_counts()
     if args.kinds and nodes > 1:
         # Sizes of the groups to measure: those that fit on one node, and all workers of all nodes.
         # `measure_collectives` adds a group with one worker per node.
@@ -75,7 +75,7 @@ def measure_all_collectives(args: argparse.Namespace, sweep: Sweep) -> MeasuredL
         group = LinkGroup(wide, args.gpus, folder, nodes, args.a_node)
         times, compute_slowdown = measure_links_on_nodes(group, cpus)
     elif args.kinds:
-        times, compute_slowdown = measure_links_here(sweep, args.gpus)
+        times, compute_slowdown = measure_links_on_this_node(sweep, args.gpus)
     if args.servers:
         times += measure_server_exchanges(sweep, args.servers)
     return times, compute_slowdown

@@ -105,7 +105,7 @@ def _draw_collective_times(
         layout = LinkLayout(workers, nodes)
         sizes = sorted(points)
         line = [
-            (size, min(a(kind, size, layout).compute_seconds(levels) for a in algorithms))
+            (size, min(a(kind, size, layout).compute_time_s(levels) for a in algorithms))
             for size in sizes
         ]
         on = f", {nodes} nodes" if nodes > 1 else ""

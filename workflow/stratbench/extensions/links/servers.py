@@ -94,12 +94,12 @@ def measure_server_exchanges(sweep: Sweep, transports: Sequence[str]) -> list[Co
         ]
     return [
         CollectiveTime(f"servers-{m.transport}", "push_pull", m.workers, 1, m.n_bytes, m.repeat,
-             _compute_s_per_push(m, [times[i] for times in ends[: m.workers]]))
+             _compute_seconds_per_push(m, [times[i] for times in ends[: m.workers]]))
         for i, m in enumerate(measurements)
     ]  # fmt: skip
 
 
-def _compute_s_per_push(
+def _compute_seconds_per_push(
     measurement: PushMeasurement, push_ends_s: Sequence[Sequence[float]]
 ) -> float:
     """Return the seconds between two pushes of the same worker, while all workers push.

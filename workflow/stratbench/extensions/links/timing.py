@@ -73,7 +73,7 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> MeasuredLinks:
         for kind, ranks, size in order:
             if rank not in ranks:
                 continue
-            took_s = _time_collective(kind, ranks, size, groups[ranks], device)
+            took_s = _measure_collective_s(kind, ranks, size, groups[ranks], device)
             slowest = torch.tensor([took_s], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups[ranks])
             if number >= 0:
@@ -82,7 +82,9 @@ def measure_collectives(sweep: Sweep, device: torch.device) -> MeasuredLinks:
                 times.append(
                     CollectiveTime(library, kind, len(ranks), n_nodes, size, number, slowest.item())
                 )
-    return times, measure_compute_slowdown(sweep, groups[tuple(range(max(sweep.workers)))], device)
+    return times, measure_compute_slowdown_factor(
+        sweep, groups[tuple(range(max(sweep.workers)))], device
+    )
 
 
 def _list_timed_rank_groups(sweep: Sweep, node_names: Sequence[str]) -> list[tuple[int, ...]]:
@@ -97,7 +99,7 @@ def _list_timed_rank_groups(sweep: Sweep, node_names: Sequence[str]) -> list[tup
     return list(dict.fromkeys([*groups, *([firsts] if len(firsts) > 1 else [])]))
 
 
-def _time_collective(
+def _measure_collective_s(
     kind: str, ranks: Sequence[int], n_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
     """Return the seconds of one call of a collective, on this rank.
@@ -160,7 +162,9 @@ def _synchronise_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: torch.device) -> float:
+def measure_compute_slowdown_factor(
+    sweep: Sweep, group: dist.ProcessGroup, device: torch.device
+) -> float:
     """Return the slowdown factor of matrix products during an all-reduce of the largest tensor.
 
     The factor is the median over rounds. On a GPU the products are queued after the start of the collective,
@@ -190,7 +194,7 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
         collective_s = time.perf_counter() - began
         count = 1
         while (
-            alone_s := _time_matrix_products(multiply_matrices, count, device)
+            alone_s := _measure_matrix_product_s(multiply_matrices, count, device)
         ) < collective_s / 4:
             count *= 2
         counts = torch.tensor([count], device=device)
@@ -198,11 +202,11 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
         # runs.
         dist.all_reduce(counts, dist.ReduceOp.MIN, group=group)
         count = int(counts.item())
-        alone_s = _time_matrix_products(multiply_matrices, count, device)
+        alone_s = _measure_matrix_product_s(multiply_matrices, count, device)
         dist.barrier(group=group)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         ratios.append(
-            _time_matrix_products(multiply_matrices, count, device, work.is_completed) / alone_s
+            _measure_matrix_product_s(multiply_matrices, count, device, work.is_completed) / alone_s
         )
         work.wait()
         _synchronise_device(device)
@@ -210,7 +214,7 @@ def measure_compute_slowdown(sweep: Sweep, group: dist.ProcessGroup, device: tor
     return max(1.0, ratios[len(ratios) // 2]) if ratios else math.nan
 
 
-def _time_matrix_products(
+def _measure_matrix_product_s(
     multiply: Callable[[int], None],
     num_products: int,
     device: torch.device,

@@ -67,14 +67,17 @@ class Local(collective.Collective):
         self.sent_bytes = 0.0
         self.distances: list[Tensor] = []
 
-    def export_counts(self) -> dict[str, Any]:
+    def export_step_counts(self) -> dict[str, Any]:
         distances = [float(d) for d in self.distances]
-        return super().export_counts() | {"sent_bytes": self.sent_bytes, "distances": distances}
+        return super().export_step_counts() | {
+            "sent_bytes": self.sent_bytes,
+            "distances": distances,
+        }
 
-    def load_counts(self, counts: dict[str, Any]) -> None:
+    def load_step_counts(self, counts: dict[str, Any]) -> None:
         import torch
 
-        super().load_counts(counts)
+        super().load_step_counts(counts)
         self.sent_bytes = counts["sent_bytes"]
         self.distances = [torch.tensor(d, dtype=torch.float64) for d in counts["distances"]]
 
@@ -85,7 +88,7 @@ class Local(collective.Collective):
         self.worker.mark_phase_end("exposed_communication")
         return loss
 
-    def average_batch_weight(self, own_weight: Tensor) -> Tensor:
+    def average_target_weight_over_replicas(self, own_weight: Tensor) -> Tensor:
         """Return the weight of this worker's batch, without an average over workers.
 
         Each worker trains by the mean loss over its own batch.
@@ -164,7 +167,7 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """
     import torch
 
-    from stratbench.workload.flat import compute_flat_offsets_and_length, copy_into_flat_tensor
+    from stratbench.workload.flat import compute_element_offsets_and_count, copy_into_flat_tensor
 
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for t in tensors:
@@ -172,7 +175,7 @@ def flatten_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     flats = []
     with torch.no_grad():
         for dtype, group in by_dtype.items():
-            starts, numel = compute_flat_offsets_and_length(group)
+            starts, numel = compute_element_offsets_and_count(group)
             flat = torch.zeros(numel, dtype=dtype, device=group[0].device)
             for t, start in zip(group, starts, strict=True):
                 t.data = copy_into_flat_tensor(t.data, flat, start)

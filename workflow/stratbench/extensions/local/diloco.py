@@ -54,7 +54,7 @@ class DiLoCo(Local):
         )
 
     @property
-    def steps_per_period(self) -> int:
+    def steps_until_work_repeats(self) -> int:
         return self.options.inner_steps
 
     def count_exchanges(self, steps: int) -> int:

@@ -44,11 +44,11 @@ class LocalSGD(Local):
         )
 
     @property
-    def list_first_steps_by_kind(self) -> tuple[int, ...]:
+    def steps_that_change_the_work(self) -> tuple[int, ...]:
         return (0, self.options.start) if self.options.start else (0,)
 
     @property
-    def steps_per_period(self) -> int:
+    def steps_until_work_repeats(self) -> int:
         return self.options.period
 
     def count_exchanges(self, steps: int) -> int:

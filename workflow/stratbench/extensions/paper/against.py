@@ -52,7 +52,7 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
         cells: Rows of cells.csv.
         findings: Rows of audit.csv.
     """
-    ours = compute_our_medians(cells, findings)
+    ours = compute_medians_of_measured_cells(cells, findings)
     tables = published.read_published_tables().rename(columns={"value": "published"})
     theirs = tables[["version", "table", *MATCHING_COLUMNS, "published"]]
     tables = tables.merge(ours, how="left", on=MATCHING_COLUMNS).fillna({"experiment": ""})
@@ -77,7 +77,7 @@ def compare_published_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.D
     return tables[list(PUBLISHED_COLUMNS)]
 
 
-def compute_our_medians(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
+def compute_medians_of_measured_cells(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     """Return our medians over repeats, per measured cell and measure in the paper.
 
     Medians have the paper's units. The columns are those in MATCHING_COLUMNS, `ours` and `experiment`.

@@ -108,7 +108,7 @@ def is_value_of_claimed_model(claim: dict[str, Any], value: ClaimValue) -> bool:
 
 
 @cache
-def read_printed_and_trusted_groups(version: str) -> tuple[Repeats, Repeats]:
+def read_all_and_credible_paper_groups(version: str) -> tuple[Repeats, Repeats]:
     """Return the cells of the paper's tables: all cells, and those with credible values.
 
     A time that is printed for two cells is not credible. The audit finds such times.
@@ -132,7 +132,7 @@ def describe_weak_published_values(metric: ClaimMetric, claim: dict[str, Any]) -
     """
     printed, credible = (
         {v.cells_label: v for v in metric(groups) if is_value_of_claimed_model(claim, v)}
-        for groups in read_printed_and_trusted_groups(claim["version"])
+        for groups in read_all_and_credible_paper_groups(claim["version"])
     )
     parts = []
     if lost := [label for label in printed if label not in credible]:
@@ -158,7 +158,7 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
     # The paper claims something about its printed values, so all of them count, even if the audit finds them
     # wrong.
-    own = {version: read_printed_and_trusted_groups(version)[0] for version in ("v1", "v2")}
+    own = {version: read_all_and_credible_paper_groups(version)[0] for version in ("v1", "v2")}
     notes = published.read_explanations().set_index("about").to_dict("index")
     rows = []
     for claim in published.read_published_claims().to_dict("records"):

@@ -176,7 +176,7 @@ def make_strategy_pair_selector(numerator_strategy: str, denominator_strategy: s
         denominator_strategy: Strategy of the second group.
     """
     return lambda group: (
-        (group, group.replace_strategy(denominator_strategy))
+        (group, group.copy_with_strategy(denominator_strategy))
         if group.strategy == numerator_strategy
         else None
     )
@@ -294,20 +294,20 @@ METRICS: dict[str, ClaimMetric] = {
     ),
     "share of the lost accuracy that ps-async-modified recovers": iter_recovered_accuracy_shares,
     "speedup at N workers / N": make_ratio_metric(
-        lambda group: (group.replace_gpus(1), group) if group.gpus > 1 else None,
+        lambda group: (group.copy_with_gpu_count(1), group) if group.gpus > 1 else None,
         _ANY_STRATEGY_LABEL,
         scale=lambda ratio, gpus: ratio / gpus,
     ),
     "time at 2 GPUs / time at 4 GPUs": make_ratio_metric(
         lambda group: (
-            (group, group.replace_gpus(4))
+            (group, group.copy_with_gpu_count(4))
             if (group.strategy, group.gpus) == ("ps-async-modified", 2)
             else None
         ),
         "{model}",
     ),
     "training time of any strategy / of ddp": make_ratio_metric(
-        lambda group: (group, group.replace_strategy("ddp")) if group.strategy != "ddp" else None,
+        lambda group: (group, group.copy_with_strategy("ddp")) if group.strategy != "ddp" else None,
         _ANY_STRATEGY_LABEL,
     ),
     **{name: make_vgg16_size_metric(scale) for name, scale in VGG16_SIZE_METRICS.items()},

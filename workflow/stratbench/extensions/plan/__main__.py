@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{text}: see below{more}", flush=True)
         records = read_records_by_cell(study, config["results"])
         timed = select_timed_records(records, cluster["gpu"])
-        projected = list_projected_durations(config, study, timed)
+        projected = get_projected_durations_by_cell(config, study, timed)
         plan = make_plan(config, checked, records, args.partition, projected)
     except ConfigError as error:
         print(wrap_lines([f"error: {error}"]), file=sys.stderr)
@@ -117,7 +117,7 @@ def print_model_answer(config: dict[str, Any], args: argparse.Namespace) -> None
     )
 
 
-def list_projected_durations(
+def get_projected_durations_by_cell(
     config: dict[str, Any], study: Study, records: Records
 ) -> dict[Cell, ProjectedDuration]:
     """Return the durations of trainings that extensions project from records.

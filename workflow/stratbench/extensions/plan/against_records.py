@@ -54,10 +54,10 @@ def make_prediction_row(c: PlannedCell, record: Mapping[str, Any]) -> dict[str, 
         "base_mib": (base_bytes, get_measured_bytes_between_steps(record)),
         "states_bytes": (
             max(sum(f.model_states_bytes.values()) for f in footprint.footprints_of_stages),
-            _sum_bytes_of_parts(memory["model_states"]),
+            _sum_bytes_or_none(memory["model_states"]),
         ),
         "sent_bytes": (
-            compute_sent_bytes_per_step_as_recorded(s, footprint),
+            predict_recorded_sent_bytes_per_step(s, footprint),
             (record.get("communication") or {}).get("sent_bytes_per_step"),
         ),
     }
@@ -142,7 +142,7 @@ def get_measured_bytes_between_steps(record: Mapping[str, Any]) -> int | None:
     return max(bases, default=None)
 
 
-def compute_sent_bytes_per_step_as_recorded(s: CellToPlan, footprint: Footprint) -> float:
+def predict_recorded_sent_bytes_per_step(s: CellToPlan, footprint: Footprint) -> float:
     """Return the predicted bytes that a worker sends per step, counted as records count.
 
     Records count by the ring algorithms, whatever the backend. For a worker of a server, a step is one
@@ -167,7 +167,7 @@ def _convert_to_mib(n_bytes: float | None) -> float | None:
     return None if n_bytes is None else round(n_bytes / MIB, 2)
 
 
-def _sum_bytes_of_parts(bytes_by_part: Mapping[str, int] | None) -> int | None:
+def _sum_bytes_or_none(bytes_by_part: Mapping[str, int] | None) -> int | None:
     return None if bytes_by_part is None else sum(bytes_by_part.values())
 
 

@@ -148,18 +148,18 @@ class StudyCheck:
     Attributes:
         cells_to_plan: The cells of the study.
         checks_by_network: Check of each model.
-        rehearsals_by_request: Dry run of each kind of cell.
+        dry_runs_by_request: Dry run of each kind of cell.
         refusal_reasons_by_cell: Why a cell cannot be trained, by cell.
-        footprints_by_resharding: Footprints by value of `reshard_after_forward`, for kinds of cells that
+        footprints_by_request_and_resharding: Footprints by value of `reshard_after_forward`, for kinds of cells that
             were tried with both.
     """
 
     study: Study
     cells_to_plan: list[CellToPlan]
     checks_by_network: dict[Network, CheckResult]
-    rehearsals_by_request: dict[Request, Rehearsal]
+    dry_runs_by_request: dict[Request, Rehearsal]
     refusal_reasons_by_cell: dict[Cell, str]
-    footprints_by_resharding: dict[Request, dict[str, Footprint]]
+    footprints_by_request_and_resharding: dict[Request, dict[str, Footprint]]
 
 
 def check_study(
@@ -181,13 +181,13 @@ def check_study(
         name: max(e.expand_cells_arguments["gpus"]) for name, e in study.experiments.items()
     }
     others = {
-        s.cell: switch_resharding(s.request)
+        s.cell: flip_reshard_after_forward(s.request)
         for s in subjects
-        if s.request.may_reshard and s.cell.gpus == max_gpus[s.cell.experiment]
+        if s.request.has_resharding_option and s.cell.gpus == max_gpus[s.cell.experiment]
     }
     if tries_both_resharding:
         requests += others.values()
-    networks, rehearsals = rehearse_requests(requests, Path(config["results"]) / "plan-cache")
+    networks, rehearsals = dry_run_requests(requests, Path(config["results"]) / "plan-cache")
     refused = {
         s.cell: reason
         for s in subjects
@@ -208,7 +208,7 @@ def check_study(
     return StudyCheck(study, subjects, networks, rehearsals, refused, known)
 
 
-def switch_resharding(request: Request) -> Request:
+def flip_reshard_after_forward(request: Request) -> Request:
     """Return a request that differs in `reshard_after_forward`: never for always, or reversed."""
     other = {"always": "never", "never": "always"}[request.options[RESHARDING]]
     return request.with_options(**{RESHARDING: other})
@@ -238,7 +238,7 @@ def find_cell_refusal_reason(
     return rehearsal.refusal_reason
 
 
-def rehearse_requests(
+def dry_run_requests(
     requests: Iterable[Request], folder: Path
 ) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
     """Return the checks of the requests' models, and the dry runs of their strategies.
@@ -246,7 +246,7 @@ def rehearse_requests(
     Results are read from the cache if possible.
     """
     network_by_request = {request: Network.from_request(request) for request in requests}
-    networks = check_networks(network_by_request, folder)
+    networks = check_neural_networks(network_by_request, folder)
     jobs = {
         request: CachedJob(
             f"{network.model} with {request.strategy}",
@@ -262,7 +262,7 @@ def rehearse_requests(
     rehearsals = compute_cached_results(
         "kinds of cells to trace: {}; results are cached for the next run",
         Rehearsal,
-        rehearse_strategy,
+        dry_run_strategy,
         jobs,
         folder,
     )
@@ -270,12 +270,12 @@ def rehearse_requests(
     return networks, {
         r: by_command
         if r.is_trained_by_command
-        else rehearsals.get(r, _make_rehearsal_without_dry_run(networks[network]))
+        else rehearsals.get(r, _make_result_without_dry_run(networks[network]))
         for r, network in network_by_request.items()
     }
 
 
-def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, CheckResult]:
+def check_neural_networks(requests: Iterable[Request], folder: Path) -> dict[Network, CheckResult]:
     """Return the checks of the models of `requests`, cached in `folder` or run in processes."""
     sharing: dict[Network, list[Request]] = {}
     for request in dict.fromkeys(requests):
@@ -293,14 +293,14 @@ def check_networks(requests: Iterable[Request], folder: Path) -> dict[Network, C
     return compute_cached_results(
         "models to check: {}",
         CheckResult,
-        check_network,
+        check_neural_network,
         {n: CachedJob(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
         folder,
         preloaded_modules=sorted(filter(None, builders)),
     )
 
 
-def _make_rehearsal_without_dry_run(network_check: CheckResult) -> Rehearsal:
+def _make_result_without_dry_run(network_check: CheckResult) -> Rehearsal:
     return Rehearsal(
         unpredicted_reason=network_check.unchecked_reason,
         unchecked_reason=network_check.unchecked_reason,
@@ -310,7 +310,7 @@ def _make_rehearsal_without_dry_run(network_check: CheckResult) -> Rehearsal:
 # --- check of one model ------------------------------------------------------------------------
 
 
-def check_network(request: Request) -> CheckResult:
+def check_neural_network(request: Request) -> CheckResult:
     """Check the model of a request. The check imports torch, and the user's code."""
     import torch
 
@@ -373,7 +373,7 @@ def _run_model_trial(request: Request, on_fake_tensors: bool) -> CheckResult:
     from stratbench.extensions.plan.remarks import iter_model_remarks
 
     with fake.open_fake_worker_environment(request, on_fake_tensors):
-        model, _, worker = fake.build_worker(request, on_fake_tensors)
+        model, _, worker = fake.build_model_strategy_and_worker(request, on_fake_tensors)
         groups = worker.wrap_groups
         network, shape = request.model_source, request.input_shape
         trial = models.run_model_trial(
@@ -444,7 +444,7 @@ def _count_model_parameters(request: Request) -> int:
 # --- dry run of one kind of cell --------------------------------------------------------------
 
 
-def rehearse_strategy(request: Request, network_check: CheckResult) -> Rehearsal:
+def dry_run_strategy(request: Request, network_check: CheckResult) -> Rehearsal:
     """Run a request's strategy with its model on fake tensors, and return the result.
 
     `network_check` is the check of the model.
@@ -515,7 +515,7 @@ def _find_strategy_refusal_reason(
         try:
             stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
             stack.enter_context(fake.open_fake_worker_environment(request, only_by_rules))
-            model, strategy, worker = fake.build_worker(request, only_by_rules)
+            model, strategy, worker = fake.build_model_strategy_and_worker(request, only_by_rules)
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
             if only_by_rules:

@@ -68,7 +68,7 @@ class Device:
         """
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
-    def compute_max_tight_bytes(self, margin: float) -> float:
+    def compute_max_bytes_that_may_fit(self, margin: float) -> float:
         """Return the maximum predicted bytes with which a cell may still run.
 
         On GPUs the prediction may exceed the real need by the fraction `margin`.

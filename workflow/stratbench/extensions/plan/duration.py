@@ -145,12 +145,12 @@ def predict_step_duration(
         ),
         awaited_s=compute_transfer_s(needs.awaited_bytes, needs.awaited_bytes_within_node),
         server_s=needs.served_bytes / SERVER_BYTES_PER_S[rate_case],
-        host_s=compute_offload_s_by_rates(needs.slowest_rank)[rate_case],
+        host_s=compute_offload_s_per_rate_case(needs.slowest_rank_footprint)[rate_case],
         hidden_share=HIDING[rate_case],
     )
 
 
-def compute_offload_s_by_rates(footprint: Footprint) -> tuple[float, ...]:
+def compute_offload_s_per_rate_case(footprint: Footprint) -> tuple[float, ...]:
     """Return the seconds per step that offloaded parameters take: at best, at worst, usually.
 
     The seconds are 0 without such parameters.
@@ -165,7 +165,7 @@ def compute_offload_s_by_rates(footprint: Footprint) -> tuple[float, ...]:
 
 def _predict_compute_s(device: Device, s: CellToPlan, needs: Needs, rate_case: int) -> float:
     """Predict the seconds of a step's computation: at best, at worst, or usually."""
-    f, batch = needs.slowest_rank, s.samples_per_step
+    f, batch = needs.slowest_rank_footprint, s.samples_per_step
     launch_s = GPU_LAUNCH_S if device.is_gpu else CPU_LAUNCH_S
     flops_s = f.executed_flops_per_sample * batch / estimate_training_flops_per_s(device, rate_case)
     if rate_case == USUAL and device.attention_utilisation:
@@ -202,7 +202,11 @@ def estimate_time_outside_steps(device: Device, s: CellToPlan, needs: Needs) -> 
     """
     if device.flops_per_s is None:
         return Span(*STARTUP_S, "")
-    flops = needs.slowest_rank.flops_per_sample * s.data.test_samples * (s.settings.epochs or 0)
+    flops = (
+        needs.slowest_rank_footprint.flops_per_sample
+        * s.data.test_samples
+        * (s.settings.epochs or 0)
+    )
     fast_s = flops / s.mesh.replicas / estimate_training_flops_per_s(device, BEST)
     return Span(
         STARTUP_S[0] + fast_s,

@@ -29,7 +29,7 @@ from stratbench.study import resources
 from stratbench.study.config.config import Study
 from stratbench.study.config.messages import ConfigError
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.device_data import compute_packed_table_bytes
+from stratbench.workload.data.device_data import compute_epoch_tables_bytes
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ def make_cell_to_plan(config: Mapping[str, Any], study: Study, cell: Cell) -> Ce
 def compute_sent_bytes_per_batch(s: CellToPlan, footprint: Footprint) -> float:
     """Return the bytes that a rank sends per global batch, averaged over the training."""
     if s.served:
-        sent, _ = servers.compute_worker_bytes_per_batch(s.settings, footprint.flat_tensor_bytes)
+        sent, _ = servers.compute_worker_sent_and_received_bytes(
+            s.settings, footprint.flat_tensor_bytes
+        )
         return sent
     on_gloo = not s.request.is_on_cuda
     return fmean(
@@ -136,13 +138,13 @@ def compute_mean_wire_bytes_per_step(
     each = s.share_of_exchanging_steps * compute_wire_bytes(
         collectives, s.cell.gpus, on_gloo, s.samples_per_step
     )
-    if not (first := min(s.strategy.num_plain_steps, s.steps)):
+    if not (first := min(s.strategy.num_uncompressed_steps, s.steps)):
         return each
-    whole = compute_averaging_wire_bytes(s, footprint, collectives, on_gloo)
+    whole = compute_wire_bytes_of_averaging_step(s, footprint, collectives, on_gloo)
     return (first * whole + (s.steps - first) * each) / s.steps
 
 
-def compute_averaging_wire_bytes(
+def compute_wire_bytes_of_averaging_step(
     s: CellToPlan, footprint: Footprint, collectives: Iterable[Sequence[Any]], on_gloo: bool
 ) -> float:
     """Return the bytes that a rank sends in a step that averages all gradients.
@@ -160,7 +162,7 @@ def compute_averaging_wire_bytes(
     return compute_wire_bytes(whole, s.cell.gpus, on_gloo)
 
 
-def compute_bytes_within_nodes(s: CellToPlan, footprint: Footprint, node_ranks: int) -> float:
+def compute_sent_bytes_within_nodes(s: CellToPlan, footprint: Footprint, node_ranks: int) -> float:
     """Return the bytes per batch that a rank sends to ranks on its own node.
 
     The result is 0 with parameter servers.
@@ -228,7 +230,7 @@ class Needs:
     awaited_bytes_within_node: float  # part of `awaited_bytes` that stays within a node
     collectives: int  # number of collectives per step
     host_bytes: int  # predicted host memory of all processes on a node
-    slowest_rank: Footprint  # footprint of the pipeline rank that computes most
+    slowest_rank_footprint: Footprint  # footprint of the pipeline rank that computes most
     link_bytes: float | None = None  # bytes per global batch, over the busiest link
     #: Bytes that one server process receives from all workers and sends to them per step.
     served_bytes: float = 0.0
@@ -264,7 +266,7 @@ def derive_needs(s: CellToPlan, footprint: Footprint, n_nodes: int) -> Needs:
         )
         process_bytes = CPU_PROCESS_BYTES + server_bytes
         host_bytes += -(-n_servers // n_nodes) * process_bytes
-        traffic_bytes = servers.compute_worker_bytes_per_batch(s.settings, flat)
+        traffic_bytes = servers.compute_worker_sent_and_received_bytes(s.settings, flat)
         served = {
             "link_bytes": servers.compute_busiest_link_bytes(s.settings, flat, n_nodes),
             "served_bytes": s.cell.gpus * sum(traffic_bytes) / n_servers,
@@ -277,11 +279,11 @@ def derive_needs(s: CellToPlan, footprint: Footprint, n_nodes: int) -> Needs:
         data_bytes=data_bytes,
         wire_bytes=compute_sent_bytes_per_batch(s, footprint),
         awaited_bytes=compute_awaited_activation_bytes(s, footprint),
-        sent_bytes_within_node=compute_bytes_within_nodes(s, footprint, node_ranks),
+        sent_bytes_within_node=compute_sent_bytes_within_nodes(s, footprint, node_ranks),
         awaited_bytes_within_node=compute_awaited_activation_bytes(s, footprint, node_ranks),
         collectives=len(footprint.collectives),
         host_bytes=host_bytes,
-        slowest_rank=footprint.slowest_rank_footprint,
+        slowest_rank_footprint=footprint.slowest_rank_footprint,
         **served,
     )
 
@@ -297,7 +299,7 @@ def _compute_worker_host_bytes(s: CellToPlan, footprint: Footprint, data_bytes: 
         n_bytes += sum(states.values()) - states["gradients_bytes"]
     if s.served:
         passes = s.settings.count_training_set_passes(s.data.train_samples)
-        n_bytes += passes * compute_packed_table_bytes(s.data, s.settings.augment)
+        n_bytes += passes * compute_epoch_tables_bytes(s.data, s.settings.augment)
     if not s.request.is_on_cuda:
         needed_bytes = footprint.compute_needed_bytes(s.samples_per_step) + data_bytes
         return n_bytes + CPU_PROCESS_BYTES + needed_bytes

@@ -137,7 +137,7 @@ class Plan:
     #: cells.
     projected_durations: Mapping[Cell, ProjectedDuration]
     #: Footprints by request, then by value of `reshard_after_forward`, for requests with this option.
-    footprints_by_resharding: dict[Request, dict[str, Footprint]]
+    footprints_by_request_and_resharding: dict[Request, dict[str, Footprint]]
 
     @property
     def is_device_named(self) -> bool:
@@ -197,7 +197,7 @@ def make_plan(
     to_train = [c for c in cells if not c.has_record and c.state not in skipped]
     of_partition = nodes.select_partition_nodes(nodes.read_cluster_nodes(), partition)
     refusals = {
-        c.cell: nodes.job_too_large_reason(c.cell, c.subject.settings, c.job_request, of_partition)
+        c.cell: nodes.explain_oversized_job(c.cell, c.subject.settings, c.job_request, of_partition)
         for c in to_train
     }
     return Plan(
@@ -214,7 +214,7 @@ def make_plan(
             of_partition, (c.job_request for c in to_train)
         ),
         projected_durations=projected_durations,
-        footprints_by_resharding=checked.footprints_by_resharding,
+        footprints_by_request_and_resharding=checked.footprints_by_request_and_resharding,
     )
 
 
@@ -272,7 +272,7 @@ def _plan_cell(
     footprint = (
         None
         if s.cell in checked.refusal_reasons_by_cell
-        else checked.rehearsals_by_request[s.request].footprint
+        else checked.dry_runs_by_request[s.request].footprint
     )
     needs, fits_on = None, {}
     if footprint is not None:
@@ -303,7 +303,7 @@ def _plan_cell(
             resources.PlannedNeeds(
                 host_mem_mib=needs.host_mib if needs else 0,
                 servers_mem_mib=needs.servers_host_mib if needs else 0,
-                max_time_s=get_max_time_of_cell_s(fit),
+                max_time_s=get_max_cell_time_s(fit),
             ),
         ),
         min_samples_per_worker=acceptance.compute_min_samples_per_step(
@@ -384,7 +384,7 @@ def classify_memory_fit(needed_bytes: float, device: Device, margin: float) -> s
     """
     if needed_bytes <= device.compute_max_fitting_bytes(margin):
         return FITS
-    return TIGHT if needed_bytes <= device.compute_max_tight_bytes(margin) else DOES_NOT_FIT
+    return TIGHT if needed_bytes <= device.compute_max_bytes_that_may_fit(margin) else DOES_NOT_FIT
 
 
 def _classify_time_limit(total_time: Span | None, limit_s: float | None) -> str:
@@ -430,7 +430,7 @@ def _find_cell_state(
     if failed is not None:
         return "failed", failed
     if fit is None:
-        reason = checked.rehearsals_by_request[s.request].unpredicted_reason
+        reason = checked.dry_runs_by_request[s.request].unpredicted_reason
         if s.request.is_trained_by_command and recorded_time is not None:
             reason = f"{reason}: {' to '.join(map(format_seconds, recorded_time))} by {recorded_time.source}"
         return "to do", f"could not be predicted: {reason}"
@@ -458,6 +458,6 @@ def _describe_data_placement_remedy(s: CellToPlan, fit: DeviceFit) -> str:
     return f"{held} (data_placement: host stores them in host memory)"
 
 
-def get_max_time_of_cell_s(fit: DeviceFit | None) -> int | None:
+def get_max_cell_time_s(fit: DeviceFit | None) -> int | None:
     """Return the upper end of a cell's predicted time in whole seconds, or None."""
     return None if fit is None or fit.total_span is None else round(fit.total_span.high_s)

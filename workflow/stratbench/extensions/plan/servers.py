@@ -49,7 +49,7 @@ def predict_server_bytes_by_purpose(
     }
 
 
-def compute_worker_bytes_per_batch(
+def compute_worker_sent_and_received_bytes(
     s: Settings, flat_bytes: Mapping[str, int], between_nodes: bool = False
 ) -> tuple[int, int]:
     """Return the bytes that a worker sends and receives per batch.
@@ -85,7 +85,7 @@ def compute_busiest_link_bytes(s: Settings, flat_bytes: Mapping[str, int], n_nod
     """
     workers, servers = s.gpus, s.options["servers"]
     a_node = -(-workers // n_nodes)
-    sent, received = compute_worker_bytes_per_batch(s, flat_bytes, between_nodes=True)
+    sent, received = compute_worker_sent_and_received_bytes(s, flat_bytes, between_nodes=True)
     pushes = get_strategy_class(s.strategy).Options(**s.options).pushes_per_ticket
     buffers = pushes * flat_bytes["buffers"]
     busiest = 0.0

@@ -92,7 +92,7 @@ def main() -> int:
     Print the faults, and whether their cells train on GPUs.
     """
     # Imported here, since Snakemake imports this module often, and the check takes long to import.
-    from stratbench.extensions.plan.check import Network, check_networks
+    from stratbench.extensions.plan.check import Network, check_neural_networks
     from stratbench.extensions.plan.needs import make_cell_to_plan
 
     content = json.load(sys.stdin)
@@ -101,7 +101,7 @@ def main() -> int:
     with redirect_stdout(sys.stderr):
         subjects = [make_cell_to_plan(config, study, Cell(**cell)) for cell in content["cells"]]
         requests = {s.request: s.settings.device != "cpu" for s in subjects}
-        networks = check_networks(requests, Path(config["results"]) / "plan-cache")
+        networks = check_neural_networks(requests, Path(config["results"]) / "plan-cache")
     faults = {
         networks[Network.from_request(request)].fault: on_gpus
         for request, on_gpus in requests.items()

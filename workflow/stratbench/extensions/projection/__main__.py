@@ -19,9 +19,9 @@ from stratbench.extensions.projection.memory import project_peak_memory
 from stratbench.extensions.projection.project import Projection, describe_projected_step_time
 from stratbench.extensions.projection.study import (
     iter_inputs_with_progress,
-    list_doubled_counts,
-    make_cell_subject,
-    make_subject_device,
+    list_doubled_worker_counts,
+    make_cell_to_project,
+    make_device_of_cell,
     project_strategy,
 )
 from stratbench.extensions.projection.table import (
@@ -31,7 +31,7 @@ from stratbench.extensions.projection.table import (
     make_refused_rows,
     write_projection_csv,
 )
-from stratbench.extensions.projection.target import compute_share_to_target_score
+from stratbench.extensions.projection.target import compute_time_share_to_target_score
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
 
@@ -101,22 +101,22 @@ def make_rows_and_projections(
         max_workers: Largest number of workers, which is projected as well; None for MAX_WORKERS.
     """
     base = study.resolve_base_strategy(evidence.strategy)[0]
-    if evidence.unfit_reason:
+    if evidence.cannot_project_reason:
         return make_refused_rows(evidence, base, [max_workers] if max_workers else []), []
     measured = [p.workers for p in evidence.measured_steps]
-    counts = list_doubled_counts(measured[-1], max_workers or MAX_WORKERS)
+    counts = list_doubled_worker_counts(measured[-1], max_workers or MAX_WORKERS)
     if max_workers and max_workers not in {*counts, *measured}:
         counts.append(max_workers)
     made = project_strategy(config, study, evidence, counts)
     workers = [p.workers for p in made if p.interval]
-    at = {n: make_cell_subject(config, study, evidence, n) for n in (*measured, *workers)}
+    at = {n: make_cell_to_project(config, study, evidence, n) for n in (*measured, *workers)}
     peaks = project_peak_memory(
         [at[n] for n in workers],
-        [(at[n], r) for n, r in zip(measured, evidence.records_by_count, strict=True)],
-        make_subject_device(config, at[measured[-1]]).resident_threads,
+        [(at[n], r) for n, r in zip(measured, evidence.records_per_worker_count, strict=True)],
+        make_device_of_cell(config, at[measured[-1]]).resident_threads,
         Path(config["results"]) / "plan-cache",
     )
-    target = compute_share_to_target_score(
+    target = compute_time_share_to_target_score(
         study.get_target_scores().get(evidence.experiment), evidence
     )
     price = None if evidence.is_on_cpu else read_price_per_gpu_hour(config)
@@ -139,8 +139,8 @@ def describe_strategy_projection(
     Beyond the largest projected number, only the first refused one has a line.
     """
     title = f"{evidence.experiment}, {evidence.model}, {evidence.strategy}"
-    if evidence.unfit_reason:
-        return f"{title}: not projected: {evidence.unfit_reason}."
+    if evidence.cannot_project_reason:
+        return f"{title}: not projected: {evidence.cannot_project_reason}."
     unit = "workers" if evidence.is_on_cpu else "GPUs"
     measured = ", ".join(str(p.workers) for p in evidence.measured_steps)
     lines = [f"{title}: {evidence.scaling} scaling, measured on {measured} {unit}"]

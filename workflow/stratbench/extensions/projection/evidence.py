@@ -47,9 +47,9 @@ class ProjectionInputs:
         gpu_name: Name of the GPU; "" for CPU processes.
         num_parameters: Number of the model's parameters, if recorded.
         measured_steps: Seconds per global batch on each count, from the throughput of the whole training.
-        one_cell_per_count: One cell on each count.
-        records_by_count: Records of each count, one per repeat.
-        unfit_reason: Why the measurements do not allow a projection, or "".
+        one_cell_per_worker_count: One cell on each count.
+        records_per_worker_count: Records of each count, one per repeat.
+        cannot_project_reason: Why the measurements do not allow a projection, or "".
     """
 
     experiment: str
@@ -59,14 +59,14 @@ class ProjectionInputs:
     gpu_name: str
     num_parameters: int | None
     measured_steps: tuple[MeasuredStep, ...]
-    one_cell_per_count: tuple[Cell, ...]
-    records_by_count: tuple[tuple[Mapping[str, Any], ...], ...]
-    unfit_reason: str = ""
+    one_cell_per_worker_count: tuple[Cell, ...]
+    records_per_worker_count: tuple[tuple[Mapping[str, Any], ...], ...]
+    cannot_project_reason: str = ""
 
     @property
     def largest_measured_cell(self) -> Cell:
         """Cell on the largest measured number of workers. Cells on more workers are copies of it."""
-        return self.one_cell_per_count[-1]
+        return self.one_cell_per_worker_count[-1]
 
     @property
     def is_on_cpu(self) -> bool:
@@ -75,7 +75,7 @@ class ProjectionInputs:
     @property
     def stragglers(self) -> Stragglers | None:
         """Computation times of the workers on the largest worker count. None if not recorded."""
-        return read_stragglers(self.records_by_count[-1])
+        return read_stragglers(self.records_per_worker_count[-1])
 
     @property
     def host_issue_s(self) -> float | None:
@@ -85,7 +85,7 @@ class ProjectionInputs:
         because of the settings `slowdown` or `offload`.
         """
         host_times = []
-        for record in self.records_by_count[-1]:
+        for record in self.records_per_worker_count[-1]:
             issue_ms = [worker.get("issue_ms") for worker in record["workers"]]
             waits = record["settings"].get("slowdown") or record["strategy"]["traits"].get(
                 "states_on_host"
@@ -105,7 +105,7 @@ class ProjectionInputs:
 
         logs = [
             [math.log(t) for t in compute_step_times_s(of_count)]
-            for of_count in self.records_by_count
+            for of_count in self.records_per_worker_count
         ]
         degrees_of_freedom = sum(len(each) - 1 for each in logs)
         if not degrees_of_freedom:
@@ -212,16 +212,16 @@ class LinkReplay:
     """Functions that simulate (replay) a strategy's step with measured link times.
 
     Attributes:
-        replay_step: Returns the seconds of a step, for a worker count and seconds of computation.
-        replay_step_slowed: Like `replay_step`, with each link slower by the standard deviation of its fit.
+        replay_step_s: Returns the seconds of a step, for a worker count and seconds of computation.
+        replay_step_on_slower_links_s: Like `replay_step_s`, with each link slower by the standard deviation of its fit.
         measured_link_levels: Where links were measured: "within" and "between" nodes.
         make_server_queue: Returns the queue of the parameter servers, for a worker count and seconds of
             computation; None for a strategy without servers.
         host_issue_s: Seconds in which a worker's host issues a step, on any count; 0 if unknown.
     """
 
-    replay_step: StepReplay
-    replay_step_slowed: StepReplay
+    replay_step_s: StepReplay
+    replay_step_on_slower_links_s: StepReplay
     measured_link_levels: frozenset[str]
     make_server_queue: Callable[[int, float], ServerQueue] | None = None
     host_issue_s: float = 0.0
@@ -261,7 +261,7 @@ def make_link_replay(
     if planned_cell.share_of_exchanging_steps < 1:
         return None
     links = read_links(links_path, "nccl" if planned_cell.request.is_on_cuda else "gloo")
-    slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
+    slowest_factor = _make_slowest_to_mean_time_ratio(evidence.stragglers)
 
     @cache
     def trace_step_schedule(request: Request, samples: int) -> Schedule:
@@ -270,7 +270,7 @@ def make_link_replay(
 
         return trace_schedule(request, samples, device)
 
-    def replay_step(workers: int, compute_s: float, num_sd: float = 0.0) -> float:
+    def replay_step_s(workers: int, compute_s: float, num_sd: float = 0.0) -> float:
         cell_there = make_cell_at_count(workers)
         samples = cell_there.samples_per_step
         layout = LinkLayout(workers, count_nodes_at(workers))
@@ -292,7 +292,7 @@ def make_link_replay(
             trace_step_schedule(cell_there.request, samples),
             slowest_s,
             compute_collective_s,
-            links.compute_slowdown,
+            links.computation_slowdown_factor,
         )
 
     host_issue_s = evidence.host_issue_s or 0.0
@@ -301,15 +301,17 @@ def make_link_replay(
         if not is_host_unblocked(schedule.num_operations, host_issue_s, last.step_s):
             host_issue_s = 0.0
     return LinkReplay(
-        replay_step,
-        partial(replay_step, num_sd=1.0),
+        replay_step_s,
+        partial(replay_step_s, num_sd=1.0),
         frozenset(level for kind in links.links_by_kind.values() for level in kind),
         # The host issued every measured step, so its time is at most the shortest measured step time.
         host_issue_s=min(host_issue_s, *(p.step_s for p in evidence.measured_steps)),
     )
 
 
-def _make_slowest_worker_factor(stragglers: Stragglers | None) -> Callable[[int, float], float]:
+def _make_slowest_to_mean_time_ratio(
+    stragglers: Stragglers | None,
+) -> Callable[[int, float], float]:
     """Return a function for the ratio of the slowest worker's computation time to the mean.
 
     Its arguments are the number of workers, and the number of standard deviations by which the ratio is
@@ -317,7 +319,7 @@ def _make_slowest_worker_factor(stragglers: Stragglers | None) -> Callable[[int,
     """
     if stragglers is None:
         return lambda workers, num_sd: 1.0
-    return cache(stragglers.compute_slowest_worker_factor)
+    return cache(stragglers.compute_slowest_to_mean_time_ratio)
 
 
 def _make_server_replay(
@@ -344,7 +346,7 @@ def _make_server_replay(
     transport = planned_cell.settings.options["transport"]
     links = read_links(links_path, f"servers-{'shm' if transport == 'auto' else transport}")
     link = links.get_links_by_level("push_pull")["within"]
-    slowest_factor = _make_slowest_worker_factor(evidence.stragglers)
+    slowest_factor = _make_slowest_to_mean_time_ratio(evidence.stragglers)
 
     @cache
     def compute_server_service_s(workers: int) -> float:
@@ -366,7 +368,7 @@ def _make_server_replay(
         settings = make_cell_at_count(workers).settings
         return get_traits(settings.strategy, settings.options, workers).waits_for_slowest
 
-    def replay_step(workers: int, compute_s: float, num_sd: float = 0.0) -> float:
+    def replay_step_s(workers: int, compute_s: float, num_sd: float = 0.0) -> float:
         if count_nodes_at(workers) > 1:
             raise Unmeasured("`links` does not measure push and pull between nodes")
         link_slowdown = math.exp(num_sd * link.log_error_sd)
@@ -378,8 +380,8 @@ def _make_server_replay(
         return compute_asynchronous_step_s(queue, workers)
 
     return LinkReplay(
-        replay_step,
-        partial(replay_step, num_sd=1.0),
+        replay_step_s,
+        partial(replay_step_s, num_sd=1.0),
         frozenset({"within"}),
         make_server_queue,
     )

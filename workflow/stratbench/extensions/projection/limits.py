@@ -20,7 +20,7 @@ MAX_COUNT_RATIO_OF_TWO = 2
 MAX_UNMEASURED_SERVED = 16
 
 
-def projection_refusal_reason(
+def find_projection_refusal_reason(
     measured_steps: Sequence[MeasuredStep],
     workers: int,
     nodes: int | None,
@@ -84,7 +84,7 @@ def projection_refusal_reason(
     return None
 
 
-def two_count_fit_refusal_reason(
+def find_two_count_fit_refusal_reason(
     measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
     """Return why a fit of a + b/N to two counts is unreliable. None if it is not.

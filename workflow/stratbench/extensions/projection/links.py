@@ -48,14 +48,14 @@ class Links:
     Attributes:
         library: nccl or gloo; servers-TRANSPORT for parameter servers.
         links_by_kind: Latency and bandwidth, by kind and level.
-        compute_slowdown: Factor by which computation is slower during a collective.
+        computation_slowdown_factor: Factor by which computation is slower during a collective.
         largest_bytes_by_kind: Bytes of the largest measured tensor, by kind.
         algorithm_by_kind: Name of the algorithm that fits the measured times best, by kind.
     """
 
     library: str
     links_by_kind: Mapping[str, Mapping[Level, LinkModel]]
-    compute_slowdown: float = 1.0
+    computation_slowdown_factor: float = 1.0
     largest_bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
     algorithm_by_kind: Mapping[str, str] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ class Links:
         name = self.algorithm_by_kind.get(call.collective_name, FASTEST)
         return min(
             AlgorithmTime(
-                a(call.collective_name, n_bytes, layout).compute_seconds(links),
+                a(call.collective_name, n_bytes, layout).compute_time_s(links),
                 get_algorithm_name(a),
             )
             for a in get_algorithms_by_name(name, self.library, call.collective_name)

@@ -12,7 +12,7 @@ from stratbench.extensions.plan.against_records import (
     compute_bytes_before_first_step,
     get_measured_peak_bytes,
 )
-from stratbench.extensions.plan.check import rehearse_requests
+from stratbench.extensions.plan.check import dry_run_requests
 from stratbench.extensions.plan.footprint.footprint import MemoryPeak
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.needs import CellToPlan, compute_data_bytes_on_device
@@ -54,9 +54,9 @@ def project_peak_memory(
         cache_folder: Folder in which the plan stores predictions.
     """
     cells = [*wanted_cells, *(s for s, _ in measured_cells)]
-    _, dry_runs = rehearse_requests([s.request for s in cells], cache_folder)
+    _, dry_runs = dry_run_requests([s.request for s in cells], cache_folder)
 
-    def plan_peak_of_subject(planned_cell: CellToPlan) -> PlannedPeak | None:
+    def plan_peak_of_cell(planned_cell: CellToPlan) -> PlannedPeak | None:
         footprint = dry_runs[planned_cell.request].footprint
         if footprint is None:
             return None
@@ -73,7 +73,7 @@ def project_peak_memory(
 
     off = []
     for s, records in measured_cells:
-        if (planned := plan_peak_of_subject(s)) is None:
+        if (planned := plan_peak_of_cell(s)) is None:
             continue
         peaks = [
             get_measured_peak_bytes(r["memory"], planned.bytes_before_first_step) for r in records
@@ -81,7 +81,7 @@ def project_peak_memory(
         off += [p / planned.whole.n_bytes for p in peaks if p]
     predicted: list[ProjectedPeak | None] = []
     for s in wanted_cells:
-        planned = plan_peak_of_subject(s) if off else None
+        planned = plan_peak_of_cell(s) if off else None
         predicted.append(
             planned
             and ProjectedPeak(

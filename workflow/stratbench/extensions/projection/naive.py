@@ -107,7 +107,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-def compute_log_error(projected_s: float, measured_s: float) -> float:
+def compute_ln_error(projected_s: float, measured_s: float) -> float:
     """Return the error of a projected time, as ln(projected / measured).
 
     A projected time of zero or less counts as a thousandth of the measured one.
@@ -115,7 +115,7 @@ def compute_log_error(projected_s: float, measured_s: float) -> float:
     return math.log(max(projected_s / measured_s, 1e-3))
 
 
-def compute_log_errors_from_smaller_counts(
+def compute_ln_error_by_worker_count(
     rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling
 ) -> dict[int, float]:
     """Return the log error of each measured count that is projected from smaller counts.
@@ -128,7 +128,7 @@ def compute_log_errors_from_smaller_counts(
         scaling: Weak or strong scaling.
     """
     return {
-        measured_steps[k].workers: compute_log_error(
+        measured_steps[k].workers: compute_ln_error(
             rule(measured_steps[:k], scaling, measured_steps[k].workers), measured_steps[k].step_s
         )
         for k in range(2, len(measured_steps))
@@ -143,12 +143,12 @@ class Skill:
         relative_error_reduction: 1 minus the ratio of the rule's mean error to that of the best naive rule.
             It is 1 without an error, and below 0 for a worse rule. None for fewer than three measured counts.
         best_naive_rule: Name of the naive rule with the smallest mean error.
-        error_by_naive_rule: Mean absolute log error, by name of the naive rule.
+        mean_ln_error_by_naive_rule: Mean absolute log error, by name of the naive rule.
     """
 
     relative_error_reduction: float | None
     best_naive_rule: str
-    error_by_naive_rule: dict[str, float]
+    mean_ln_error_by_naive_rule: dict[str, float]
 
     @property
     def matches_best_naive_rule(self) -> bool:
@@ -156,7 +156,7 @@ class Skill:
         return self.relative_error_reduction is None or self.relative_error_reduction >= 0
 
 
-def measure_skill(rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling) -> Skill:
+def compute_skill(rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling) -> Skill:
     """Return the skill of a rule relative to the best naive rule.
 
     Args:
@@ -167,15 +167,11 @@ def measure_skill(rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: S
     if len(measured_steps) < 3:
         return Skill(None, "a + b/N", {})
     errors = {
-        name: _average_absolute_errors(
-            compute_log_errors_from_smaller_counts(r, measured_steps, scaling)
-        )
+        name: _average_absolute_errors(compute_ln_error_by_worker_count(r, measured_steps, scaling))
         for name, r in RULES.items()
     }
     best = min(errors, key=errors.__getitem__)
-    own = _average_absolute_errors(
-        compute_log_errors_from_smaller_counts(rule, measured_steps, scaling)
-    )
+    own = _average_absolute_errors(compute_ln_error_by_worker_count(rule, measured_steps, scaling))
     if errors[best] == 0:
         return Skill(0.0 if own == 0 else -math.inf, best, errors)
     return Skill(1 - own / errors[best], best, errors)

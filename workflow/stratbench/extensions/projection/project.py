@@ -14,8 +14,8 @@ from typing import NamedTuple
 from stratbench.cell.text.words import format_short_time
 from stratbench.extensions.projection import naive
 from stratbench.extensions.projection.limits import (
-    projection_refusal_reason,
-    two_count_fit_refusal_reason,
+    find_projection_refusal_reason,
+    find_two_count_fit_refusal_reason,
 )
 from stratbench.extensions.projection.naive import MeasuredStep, Rule, Scaling, Skill
 from stratbench.extensions.projection.replay import NEAR_HOST
@@ -111,10 +111,10 @@ def project_step_times(
     """
     measured_steps = sorted(measured_steps, key=lambda p: p.workers)
     name, rule = BY_COUNTS, naive.project_by_a_plus_b_over_n
-    skill = naive.measure_skill(rule, measured_steps, scaling)
+    skill = naive.compute_skill(rule, measured_steps, scaling)
     if replay_step_s is not None:
         by_replay = make_replay_rule(replay_step_s, host_issue_s=host_issue_s)
-        replay_skill = naive.measure_skill(by_replay, measured_steps, scaling)
+        replay_skill = naive.compute_skill(by_replay, measured_steps, scaling)
         is_good = replay_skill.matches_best_naive_rule or len(measured_steps) < MIN_TO_GIVE_WAY
         if is_good and _has_informative_interval(by_replay, measured_steps, scaling):
             name, rule, skill = BY_LINKS, by_replay, replay_skill
@@ -127,14 +127,14 @@ def project_step_times(
     projections = []
     for workers, nodes in targets:
         naive_s = {key: f(measured_steps, scaling, workers) for key, f in naive.RULES.items()}
-        reason = find_untrainable_reason(workers) or projection_refusal_reason(
+        reason = find_untrainable_reason(workers) or find_projection_refusal_reason(
             measured_steps, workers, nodes, measured_levels, make_queue, by_links, has_servers
         )
         if not (reason or by_links):
-            reason = _fit_refusal_reason(measured_steps, scaling, workers)
+            reason = _find_fit_refusal_reason(measured_steps, scaling, workers)
         interval, limit_s = None, 0.0
         if not reason:
-            apart = _compute_log_ratio_of_rules(more, rule, measured_steps, scaling, workers)
+            apart = _compute_ln_ratio_of_rules(more, rule, measured_steps, scaling, workers)
             interval = _compute_projected_interval(rule, measured_steps, scaling, workers, apart)
             limit_s = host_issue_s if by_links and interval.middle_s <= host_issue_s else 0.0
             interval = _widen_interval_for_repeats(interval, repeat_half_width_ln)
@@ -150,14 +150,16 @@ def _has_informative_interval(
     rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling
 ) -> bool:
     """Return whether the interval for twice the measured workers is narrow enough."""
-    return 2 * _compute_half_width_ln(rule, measured_steps, scaling, 1.0) <= math.log(MAX_SPREAD)
+    return 2 * _compute_interval_half_width_ln(rule, measured_steps, scaling, 1.0) <= math.log(
+        MAX_SPREAD
+    )
 
 
-def _fit_refusal_reason(
+def _find_fit_refusal_reason(
     measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> str | None:
     """Return why a fit of a + b/N cannot project to `workers`, or None."""
-    if reason := two_count_fit_refusal_reason(measured_steps, scaling, workers):
+    if reason := find_two_count_fit_refusal_reason(measured_steps, scaling, workers):
         return reason
     if not _has_informative_interval(naive.project_by_a_plus_b_over_n, measured_steps, scaling):
         return (
@@ -188,7 +190,7 @@ def _widen_interval_to_contain(interval: Interval, step_s: float) -> Interval:
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
 
 
-def _compute_log_ratio_of_rules(
+def _compute_ln_ratio_of_rules(
     rule: Rule,
     other_rule: Rule,
     measured_steps: Sequence[MeasuredStep],
@@ -196,7 +198,7 @@ def _compute_log_ratio_of_rules(
     workers: int,
 ) -> float:
     """Return ln of the ratio of two rules' step times on a worker count."""
-    return naive.compute_log_error(
+    return naive.compute_ln_error(
         rule(measured_steps, scaling, workers), other_rule(measured_steps, scaling, workers)
     )
 
@@ -284,7 +286,7 @@ class LeftOutError(NamedTuple):
     doublings: float
 
 
-def compute_left_out_errors(
+def compute_leave_one_out_errors(
     rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: Scaling
 ) -> list[LeftOutError]:
     """Return the error of each measured count, when it is projected from the other counts.
@@ -301,7 +303,7 @@ def compute_left_out_errors(
             continue
         distance = min(abs(math.log2(point.workers / p.workers)) for p in others)
         projected_s = rule(others, scaling, point.workers)
-        log_error = naive.compute_log_error(projected_s, point.step_s)
+        log_error = naive.compute_ln_error(projected_s, point.step_s)
         errors.append(LeftOutError(log_error, distance))
     return errors
 
@@ -319,12 +321,14 @@ def _compute_projected_interval(
     """
     middle_s = rule(measured_steps, scaling, workers)
     doublings = max(1.0, math.log2(workers / measured_steps[-1].workers))
-    half_width_ln = _compute_half_width_ln(rule, measured_steps, scaling, doublings, extra_sd_ln)
+    half_width_ln = _compute_interval_half_width_ln(
+        rule, measured_steps, scaling, doublings, extra_sd_ln
+    )
     low_s, high_s = middle_s * math.exp(-half_width_ln), middle_s * math.exp(half_width_ln)
     return Interval(low_s, middle_s, high_s)
 
 
-def _compute_half_width_ln(
+def _compute_interval_half_width_ln(
     rule: Rule,
     measured_steps: Sequence[MeasuredStep],
     scaling: Scaling,
@@ -338,7 +342,7 @@ def _compute_half_width_ln(
     """
     from scipy.special import stdtrit
 
-    errors = compute_left_out_errors(rule, measured_steps, scaling)
+    errors = compute_leave_one_out_errors(rule, measured_steps, scaling)
     if not errors:
         return math.inf
     mean_square = sum(e * e / max(d, 1.0) for e, d in errors) / len(errors)

@@ -26,15 +26,15 @@ class CollectiveStart:
 
     Attributes:
         call: The collective.
-        computed_share_before: Share of the step's computation (0 to 1) that is done before.
+        computed_share_at_start: Share of the step's computation (0 to 1) that is done before.
         blocks_computation: Whether the computation waits for the result; otherwise only the optimizer does.
-        runs_ahead: Whether the collective may start while the computation before it still runs.
+        is_prefetched: Whether the collective may start while the computation before it still runs.
     """
 
     call: CollectiveCall
-    computed_share_before: float
+    computed_share_at_start: float
     blocks_computation: bool
-    runs_ahead: bool = False
+    is_prefetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ def simulate_step_s(
 
     ended = False
     for started in schedule.collectives:
-        if started.computed_share_before > schedule.computed_share_at_backward_end and not ended:
+        if started.computed_share_at_start > schedule.computed_share_at_backward_end and not ended:
             finish_backward()
             ended = True
-        advance_computation_to_share(started.computed_share_before)
+        advance_computation_to_share(started.computed_share_at_start)
         group = started.call.group_size, started.call.rank_stride
         ready = (
             prefetch_start_s
-            if started.runs_ahead
+            if started.is_prefetched
             else now
             if started.blocks_computation
             else max(now, reductions_end_s)
@@ -118,7 +118,7 @@ def simulate_step_s(
             now = max(now, group_free_s[group])
         else:
             reductions_end_s = group_free_s[group]
-        if started.runs_ahead:
+        if started.is_prefetched:
             prefetch_start_s = now
     if not ended:
         finish_backward()

@@ -28,17 +28,19 @@ class Stragglers:
 
     relative_step_times: NDArray
 
-    def compute_slowest_worker_factor(self, workers: int, num_sd: float = 0.0) -> float:
+    def compute_slowest_to_mean_time_ratio(self, workers: int, num_sd: float = 0.0) -> float:
         """Return the mean step time of the slowest worker, relative to that of all.
 
         Each of `workers` workers' step times is drawn from those of all measured workers. How long a worker
         stays slow does not matter for the mean. The result is raised by `num_sd` of its standard deviations,
         in ln.
         """
-        raised_by = num_sd * self._compute_slowest_factor_sd_ln(workers) if num_sd else 0.0
-        return math.exp(_compute_slowest_factor_ln(self.relative_step_times, workers) + raised_by)
+        raised_by = num_sd * self._compute_sd_of_ln_slowest_time(workers) if num_sd else 0.0
+        return math.exp(
+            _compute_ln_slowest_to_mean_ratio(self.relative_step_times, workers) + raised_by
+        )
 
-    def _compute_slowest_factor_sd_ln(self, workers: int) -> float:
+    def _compute_sd_of_ln_slowest_time(self, workers: int) -> float:
         """Return the standard deviation of ln of the slowest worker's relative step time.
 
         One part is by a jackknife over the measured workers. The other part is that unmeasured workers may be
@@ -49,14 +51,16 @@ class Stragglers:
 
         n = len(self.relative_step_times)
         without = [
-            _compute_slowest_factor_ln(np.delete(self.relative_step_times, i, axis=0), workers)
+            _compute_ln_slowest_to_mean_ratio(
+                np.delete(self.relative_step_times, i, axis=0), workers
+            )
             for i in range(n)
         ]
         jackknife = math.sqrt((n - 1) * float(np.var(without)))
-        of_levels = self._compute_level_contribution_ln(workers) / math.sqrt(n - 1)
+        of_levels = self._compute_ln_effect_of_worker_speeds(workers) / math.sqrt(n - 1)
         return float(stdtrit(n - 1, 0.9) / ndtri(0.9)) * math.hypot(jackknife, of_levels)
 
-    def _compute_level_contribution_ln(self, workers: int) -> float:
+    def _compute_ln_effect_of_worker_speeds(self, workers: int) -> float:
         """Return how much lasting differences of speed add to ln of the slowest step time."""
         import numpy as np
         from scipy.special import ndtri
@@ -66,7 +70,7 @@ class Stragglers:
         varying = np.quantile(logs - levels[:, None], _compute_midpoints(VARYING))
         drawn = levels.std(ddof=1) * ndtri(_compute_midpoints(LEVELS))
         both = np.exp(varying + drawn[:, None])
-        return _compute_slowest_factor_ln(both, workers) - _compute_slowest_factor_ln(
+        return _compute_ln_slowest_to_mean_ratio(both, workers) - _compute_ln_slowest_to_mean_ratio(
             np.exp(varying), workers
         )
 
@@ -78,7 +82,7 @@ def _compute_midpoints(num_parts: int) -> NDArray:
     return (np.arange(num_parts) + 0.5) / num_parts
 
 
-def _compute_slowest_factor_ln(times: NDArray, workers: int) -> float:
+def _compute_ln_slowest_to_mean_ratio(times: NDArray, workers: int) -> float:
     """Return ln of the expected maximum of `workers` times that are drawn from `times`.
 
     The maximum is relative to the mean of `times`.

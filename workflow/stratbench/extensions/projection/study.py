@@ -54,10 +54,10 @@ def project_strategy(
     """
 
     @cache
-    def make_subject_at(workers: int) -> CellToPlan:
-        return make_cell_subject(config, study, evidence, workers)
+    def make_cell_at_count(workers: int) -> CellToPlan:
+        return make_cell_to_project(config, study, evidence, workers)
 
-    last = make_subject_at(evidence.measured_steps[-1].workers)
+    last = make_cell_at_count(evidence.measured_steps[-1].workers)
     nodes = {p.workers: p.nodes for p in evidence.measured_steps if p.nodes is not None}
 
     def count_nodes_at(workers: int) -> int:
@@ -66,17 +66,19 @@ def project_strategy(
 
     points = [replace(p, nodes=count_nodes_at(p.workers)) for p in evidence.measured_steps]
     places = [(n, count_nodes_at(n)) for n in counts]
-    device = make_subject_device(config, last)
+    device = make_device_of_cell(config, last)
 
     @cache
     def find_untrainable_reason(workers: int) -> str | None:
-        return untrainable_cell_reason(config, study, evidence, workers)
+        return find_untrainable_cell_reason(config, study, evidence, workers)
 
     on, make_queue, replayable = _find_link_replay(
-        config, study, evidence, make_subject_at, device, counts, count_nodes_at
+        config, study, evidence, make_cell_at_count, device, counts, count_nodes_at
     )
     links = (
-        (on.replay_step, on.replay_step_slowed, on.measured_link_levels, make_queue) if on else ()
+        (on.replay_step_s, on.replay_step_on_slower_links_s, on.measured_link_levels, make_queue)
+        if on
+        else ()
     )
     host_issue_s = on.host_issue_s if on else 0.0
     projected = partial(
@@ -109,7 +111,7 @@ def project_training_durations(
     """
     trainings = {}
     for evidence in iter_inputs_with_progress(gather_projection_inputs(records)):
-        if evidence.unfit_reason:
+        if evidence.cannot_project_reason:
             continue
         measured = {p.workers for p in evidence.measured_steps}
         of_study = {
@@ -120,7 +122,7 @@ def project_training_durations(
         }
         largest = max(measured)
         counts = sorted(
-            {*of_study, *list_doubled_counts(largest, MAX_COUNT_RATIO * largest)} - measured
+            {*of_study, *list_doubled_worker_counts(largest, MAX_COUNT_RATIO * largest)} - measured
         )
         for p in project_strategy(config, study, evidence, counts):
             if p.interval is not None:
@@ -144,7 +146,7 @@ def iter_inputs_with_progress(evidences: Sequence[ProjectionInputs]) -> Iterator
             bar.update(1)
 
 
-def make_cell_subject(
+def make_cell_to_project(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> CellToPlan:
     """Return a strategy's cell on a number of workers, as the plan needs it.
@@ -158,13 +160,13 @@ def make_cell_subject(
     return make_cell_to_plan(config, study, replace(evidence.largest_measured_cell, gpus=workers))
 
 
-def list_doubled_counts(largest_measured: int, max_count: int) -> list[int]:
+def list_doubled_worker_counts(largest_measured: int, max_count: int) -> list[int]:
     """Return 2, 4, 8 ... times the largest measured worker count, up to `max_count`."""
     num_doublings = max(0, int(math.log2(max_count / largest_measured)))
     return [largest_measured << k for k in range(1, 1 + num_doublings)]
 
 
-def make_subject_device(config: Mapping[str, Any], planned_cell: CellToPlan) -> Device:
+def make_device_of_cell(config: Mapping[str, Any], planned_cell: CellToPlan) -> Device:
     cluster = config["cluster"]
     if planned_cell.request.is_on_cuda:
         return make_gpu_device(
@@ -173,7 +175,7 @@ def make_subject_device(config: Mapping[str, Any], planned_cell: CellToPlan) -> 
     return make_cpu_device(cluster, planned_cell.cell.gpus)
 
 
-def untrainable_cell_reason(
+def find_untrainable_cell_reason(
     config: Mapping[str, Any], study: Study, evidence: ProjectionInputs, workers: int
 ) -> str | None:
     """Return why a strategy's cell cannot train on a number of workers. None if it can.
@@ -187,11 +189,13 @@ def untrainable_cell_reason(
     Returns:
         The reason, or None if the cell can train.
     """
-    if reason := study.refused_cell_reason(
+    if reason := study.explain_cell_refusal(
         config, replace(evidence.largest_measured_cell, gpus=workers)
     ):
         return reason
-    cores = read_node_cores(evidence.records_by_count[-1][0]) if evidence.is_on_cpu else None
+    cores = (
+        read_node_cores(evidence.records_per_worker_count[-1][0]) if evidence.is_on_cpu else None
+    )
     here = min(workers, config["cluster"]["gpus_per_node"])
     if cores is not None and here > cores:
         return f"{here} CPU processes per node would share its {cores:g} cores, which makes no step faster"
@@ -232,7 +236,7 @@ def _find_link_replay(
         if on is None:
             return UsableReplay(None, None, replayable)
         for p in points:
-            if solve_computation_s(on.replay_step, p.workers, p.step_s) == 0:
+            if solve_computation_s(on.replay_step_s, p.workers, p.step_s) == 0:
                 print(
                     f"{evidence.strategy}: on the measured links its collectives alone would take longer "
                     f"than its measured step on {p.workers} workers; only the measured counts are used. "
@@ -243,15 +247,15 @@ def _find_link_replay(
         print(f"{evidence.strategy}: {error}; only the measured counts are used")
         return UsableReplay(None, None, replayable)
     for n in counts:
-        suited = untrainable_cell_reason(config, study, evidence, n) is None
+        suited = find_untrainable_cell_reason(config, study, evidence, n) is None
         if suited and n <= MAX_COUNT_RATIO * points[-1].workers:
             with suppress(Unmeasured):
-                on.replay_step(n, 1.0)
+                on.replay_step_s(n, 1.0)
                 replayable.add(n)
     if on.make_server_queue is None:
         return UsableReplay(on, None, replayable)
     queue, computing = (
         on.make_server_queue,
-        fit_computation_s(on.replay_step, points, evidence.scaling),
+        fit_computation_s(on.replay_step_s, points, evidence.scaling),
     )
     return UsableReplay(on, lambda n: queue(n, computing(n)), replayable)

@@ -142,7 +142,9 @@ def make_projection_rows(
         "why_no_target": facts.no_target_reason,
     }  # fmt: skip
     rows = []
-    for point, records in zip(evidence.measured_steps, evidence.records_by_count, strict=True):
+    for point, records in zip(
+        evidence.measured_steps, evidence.records_per_worker_count, strict=True
+    ):
         times = compute_step_times_s(records)
         used = sorted(r["memory"]["peak_bytes"] for r in records if r["memory"]["peak_bytes"])
         memory = (
@@ -247,7 +249,7 @@ def make_refused_rows(
     return [
         Row(
             evidence.experiment, evidence.model, evidence.strategy, base_strategy, "",
-            evidence.gpu_name or "CPU", workers, None, "refused", reason=evidence.unfit_reason,
+            evidence.gpu_name or "CPU", workers, None, "refused", reason=evidence.cannot_project_reason,
         )
         for workers in counts
     ]  # fmt: skip

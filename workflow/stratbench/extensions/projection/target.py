@@ -20,7 +20,7 @@ class TargetShare(NamedTuple):
     unknown_reason: str
 
 
-def compute_share_to_target_score(
+def compute_time_share_to_target_score(
     target_score: float | None, evidence: ProjectionInputs
 ) -> TargetShare:
     """Return the share of a training's time until the target score, over the strategy's records.
@@ -34,7 +34,7 @@ def compute_share_to_target_score(
     """
     if target_score is None:
         return TargetShare(None, "")
-    records = [r for count in evidence.records_by_count for r in count]
+    records = [r for count in evidence.records_per_worker_count for r in count]
     if evidence.scaling == "weak":
         return TargetShare(
             None,
@@ -50,16 +50,14 @@ def compute_share_to_target_score(
             None,
             "its loss depends on the number of workers, so that the number of epochs may change",
         )
-    shares = [_compute_training_share_to_target(r, target_score) for r in records]
+    shares = [_compute_time_share_to_target(r, target_score) for r in records]
     known_shares = [share for share in shares if share is not None]
     if len(known_shares) < len(shares):
         return TargetShare(None, f"not all of its trainings reached {target_score:g}")
     return TargetShare((min(known_shares), max(known_shares)), "")
 
 
-def _compute_training_share_to_target(
-    record: Mapping[str, Any], target_score: float
-) -> float | None:
+def _compute_time_share_to_target(record: Mapping[str, Any], target_score: float) -> float | None:
     sign = 1 if record["task"]["better"] == "higher" else -1
     whole_s = record["time"]["train_time_s"]
     for epoch in record["score"]["per_epoch"]:

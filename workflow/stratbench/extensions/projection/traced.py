@@ -36,7 +36,10 @@ def trace_schedule(request: Request, samples: int, device: Device) -> Schedule:
             phase.name,
             compute_operation_s(phase.flops, phase.touched_bytes),
             tuple(phase.collectives),
-            tuple(compute_operation_s(*reached) for reached in phase.work_before_collectives),
+            tuple(
+                compute_operation_s(*reached)
+                for reached in phase.flops_and_bytes_before_collectives
+            ),
             phase.operations,
         )
         for phase in trace.phases[1:-1]

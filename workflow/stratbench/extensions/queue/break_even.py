@@ -53,7 +53,7 @@ class QueuedTraining:
         num_gpus: Number of GPUs.
         training_hours: Hours that the training takes on these GPUs, without startup and queue.
         speed_loss_per_worker: Share of its speed that a worker loses per further worker.
-        synchronous_pause_s: Seconds for which synchronous workers pause when one joins or leaves.
+        pause_per_worker_change_s: Seconds for which synchronous workers pause when one joins or leaves.
         resumes_from_peers: Whether synchronous workers get their state from each other after a pause, and not
             from a checkpoint.
         are_workers_preemptible: Whether workers that are separate jobs can be preempted.
@@ -62,7 +62,7 @@ class QueuedTraining:
     num_gpus: int
     training_hours: float
     speed_loss_per_worker: float = 0.02
-    synchronous_pause_s: float = 60.0
+    pause_per_worker_change_s: float = 60.0
     resumes_from_peers: bool = False
     are_workers_preemptible: bool = False
 
@@ -119,7 +119,10 @@ class QueuedTraining:
             GANG: make_gang(self.num_gpus),
             HALF: make_gang(max(1, self.num_gpus // 2)),
             SYNCHRONOUS: make_split_training(
-                1.0, is_synchronous=True, synchronous_pause_s=self.synchronous_pause_s, **recovery
+                1.0,
+                is_synchronous=True,
+                synchronous_pause_s=self.pause_per_worker_change_s,
+                **recovery,
             ),
         } | {name_asynchronous_mode(e): make_split_training(e) for e in sample_efficiencies}
 
@@ -275,7 +278,7 @@ def simulate_modes(
     return ModeTimes({name: np.array(rows) for name, rows in hours.items()}, float(np.mean(busy)))
 
 
-def iter_submission_times(
+def iter_submission_times_s(
     stream_end_s: float, count: int, begin_share: float = 0.25, end_share: float = 0.85
 ) -> Iterator[float]:
     """Yield evenly spaced submission times in the middle of a stream of other users' jobs.
@@ -319,7 +322,7 @@ def make_poisson_queue(
     for seed in range(num_blocks):
         arrivals = make_poisson_arrivals(jobs, load, capacity, seed)
         end_s = arrivals[with_moments - 1].submit_s
-        drawn.append(QueueBlock(arrivals, list(iter_submission_times(end_s, times_per_block))))
+        drawn.append(QueueBlock(arrivals, list(iter_submission_times_s(end_s, times_per_block))))
     return TrainingQueue(nodes, gpus_per_node, rules, drawn)
 
 
@@ -361,7 +364,7 @@ def make_recorded_queue(
         )
     begin_share = max(0.2, complete_from_s / last_s)
     times = list(
-        iter_submission_times(last_s, num_blocks * times_per_block, begin_share, end_s / last_s)
+        iter_submission_times_s(last_s, num_blocks * times_per_block, begin_share, end_s / last_s)
     )
     cut = [times[i * times_per_block : (i + 1) * times_per_block] for i in range(num_blocks)]
     return TrainingQueue(

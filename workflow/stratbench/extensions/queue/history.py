@@ -158,7 +158,7 @@ class AccountingHistory:
         begin_s, end_s = self.window_unix_s
         return (end_s - begin_s) / 86400
 
-    def _compute_gpus_in_use(self) -> GpusInUse:
+    def _compute_gpus_in_use_over_time(self) -> GpusInUse:
         """Return the numbers of GPUs in use over the time window."""
         begin_s, end_s = self.window_unix_s
         changes: list[tuple[float, int]] = [(begin_s, 0), (end_s, 0)]
@@ -176,12 +176,12 @@ class AccountingHistory:
     @property
     def max_gpus_in_use(self) -> int:
         """Largest number of GPUs that were in use at the same time."""
-        return int(self._compute_gpus_in_use().num_gpus.max())
+        return int(self._compute_gpus_in_use_over_time().num_gpus.max())
 
     @property
     def mean_gpus_in_use(self) -> float:
         """Mean number of GPUs in use over the time window."""
-        times, used = self._compute_gpus_in_use()
+        times, used = self._compute_gpus_in_use_over_time()
         return float((used[:-1] * np.diff(times)).sum() / (times[-1] - times[0]))
 
     @cached_property
@@ -202,7 +202,9 @@ class AccountingHistory:
                 * (
                     e.run_s
                     or (
-                        e.time_limit_s / self._assumed_request_factor if e.time_limit_s else usual_s
+                        e.time_limit_s / self._assumed_requested_to_used_ratio
+                        if e.time_limit_s
+                        else usual_s
                     )
                 )
                 for e in self.entries
@@ -219,15 +221,15 @@ class AccountingHistory:
         return bool(self.entries[0].user) and len({e.user for e in self.entries}) == 1
 
     @property
-    def request_factors(self) -> list[float]:
+    def requested_to_used_time_ratios(self) -> list[float]:
         """Ratios of requested to used wall time, one per finished job."""
         done = (e for e in self.entries if e.state == "COMPLETED" and e.time_limit_s and e.run_s)
         return [e.time_limit_s / e.run_s for e in done]
 
     @cached_property
-    def _assumed_request_factor(self) -> float:
+    def _assumed_requested_to_used_ratio(self) -> float:
         """Assumed ratio of requested to used wall time for jobs without a time limit."""
-        factors = self.request_factors
+        factors = self.requested_to_used_time_ratios
         return max(1.0, statistics.median(factors)) if factors else UNKNOWN_FACTOR
 
     def compute_node_mtbf_days(self, nodes: int) -> float | None:
@@ -307,7 +309,7 @@ class AccountingHistory:
                     self.compute_queue_entry_unix_s(e) - self._earliest_job_start_unix_s,
                     e.gpus,
                     ran_s,
-                    max(e.time_limit_s or ran_s * self._assumed_request_factor, ran_s),
+                    max(e.time_limit_s or ran_s * self._assumed_requested_to_used_ratio, ran_s),
                 )
             )
         return sorted(jobs, key=lambda a: a.submit_s)

@@ -150,7 +150,7 @@ class ElasticTraining(Training):
 
     Attributes:
         is_synchronous: Whether the workers are synchronous.
-        synchronous_pause_s: Seconds for which synchronous workers pause when one joins or leaves.
+        pause_per_worker_change_s: Seconds for which synchronous workers pause when one joins or leaves.
         resumes_from_peers: Whether synchronous workers resume from a checkpoint only when a worker is lost.
             Preempted workers then leave after a step, and the last one saves the state.
         is_preemptible: Whether the jobs of the workers can be preempted.
@@ -158,7 +158,7 @@ class ElasticTraining(Training):
     """
 
     is_synchronous: bool = False
-    synchronous_pause_s: float = 60.0
+    pause_per_worker_change_s: float = 60.0
     resumes_from_peers: bool = False
     is_preemptible: bool = False
     worker_jobs: list[SimulatedJob] = field(default_factory=list)
@@ -217,7 +217,7 @@ class ElasticTraining(Training):
     def _pause_training(self, sim: Cluster) -> None:
         """Let synchronous workers pause, because one has joined or left."""
         self._work_counted_until_s = max(
-            self._work_counted_until_s, sim.now_s + self.synchronous_pause_s
+            self._work_counted_until_s, sim.now_s + self.pause_per_worker_change_s
         )
         if not self.resumes_from_peers:
             self._work_left_at_checkpoint_gpu_s, self._last_checkpoint_time_s = (

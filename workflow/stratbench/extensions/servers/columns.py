@@ -9,7 +9,7 @@ from stratbench.analysis.records.derived import list_server_entries
 from stratbench.cell.record import Record
 
 
-def iter_server_worker_entries(record: Record) -> Iterator[dict[str, Any]]:
+def iter_worker_entries_of_servers(record: Record) -> Iterator[dict[str, Any]]:
     """Yield each worker's entry in the statistics of each server."""
     for server in list_server_entries(record):
         yield from server.get("workers") or ()
@@ -24,14 +24,16 @@ def sum_server_bytes(record: Record) -> int | None:
     """Return the bytes that all servers received and sent, or None without servers."""
     if not list_server_entries(record):
         return None
-    return sum(link["bytes_in"] + link["bytes_out"] for link in iter_server_worker_entries(record))
+    return sum(
+        link["bytes_in"] + link["bytes_out"] for link in iter_worker_entries_of_servers(record)
+    )
 
 
 def sum_server_wait_s(record: Record) -> float | None:
     """Return the seconds that workers waited for servers, summed over servers and workers."""
     if not list_server_entries(record):
         return None
-    return sum(link.get("wait_s") or 0.0 for link in iter_server_worker_entries(record))
+    return sum(link.get("wait_s") or 0.0 for link in iter_worker_entries_of_servers(record))
 
 
 def count_lost_workers(record: Record) -> int | None:

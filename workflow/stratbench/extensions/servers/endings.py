@@ -18,7 +18,7 @@ from stratbench.train.ending import (
 from stratbench.train.job import Job
 
 
-def classify_served_ending(
+def classify_server_cell_ending(
     job: Job, exits: Exits, workers: Mapping[int, Mapping[str, Any]]
 ) -> CellEnding:
     """Return how a cell with parameter servers ended.

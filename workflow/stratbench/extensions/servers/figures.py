@@ -81,7 +81,7 @@ def compute_node_link_traffic(job: Job, workers: list[dict[str, Any]]) -> dict[s
     }
 
 
-def compute_served_totals(
+def compute_server_cell_totals(
     workers: list[dict[str, Any]],
     servers: list[dict[str, Any]],
     samples_per_step: int,
@@ -100,7 +100,7 @@ def compute_served_totals(
         per_epoch: Evaluation of each epoch; its training loss is added.
     """
     first = servers[0]
-    pushes = count_applied_pushes(servers)
+    pushes = compute_mean_applied_pushes(servers)
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
     tickets = first["tickets_settled"]
     for entry in per_epoch:
@@ -141,7 +141,7 @@ def compute_mean_epoch_loss(worker_losses: Sequence[SummedLossesByStep]) -> floa
     return statistics.fmean(means)
 
 
-def count_applied_pushes(servers: list[dict[str, Any]]) -> float:
+def compute_mean_applied_pushes(servers: list[dict[str, Any]]) -> float:
     """Return the number of pushes that a shard applied, as a mean over all shards."""
     shards = [sum(counts) for server in servers for counts in server["staleness"]]
     return sum(shards) / len(shards)

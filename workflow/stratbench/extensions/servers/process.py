@@ -42,7 +42,7 @@ def serve_as_process(
     """
     folder = RunFolder(Path(run_dir))
     redirect_output(folder.get_log_path(format_server_name(config.server)))
-    write_stacks_on_signal(folder.get_stack_path(format_server_name(config.server)))
+    write_stacks_on_signal(folder.get_stack_trace_path(format_server_name(config.server)))
     lock_cell_as_worker(folder.log_dir)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:

@@ -8,9 +8,9 @@ from typing import Any
 
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.cells import has_servers, read_finished_server_statistics
-from stratbench.extensions.servers.endings import classify_served_ending
+from stratbench.extensions.servers.endings import classify_server_cell_ending
 from stratbench.extensions.servers.figures import (
-    compute_served_totals,
+    compute_server_cell_totals,
     compute_server_traffic,
     make_server_entry,
 )
@@ -51,7 +51,7 @@ class ServedRunner(Runner):
             exits: Exits of the cell's processes, with reasons.
             oom_kills_before: The kernel's count of memory kills before the cell, or None if unknown.
         """
-        return classify_ending(job, exits, oom_kills_before, classify_served_ending)
+        return classify_ending(job, exits, oom_kills_before, classify_server_cell_ending)
 
     def compute_totals(self, job: Job, workers: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the training time, samples and epochs of the run, as the servers counted them."""
@@ -61,7 +61,7 @@ class ServedRunner(Runner):
         each = (w["per_epoch"] for w in workers if w["per_epoch"])
         per_epoch: list[dict[str, Any]] = next(each, [])
         samples = get_strategy_class(s.strategy).samples_per_step(s)
-        return compute_served_totals(workers, servers, samples, per_epoch)
+        return compute_server_cell_totals(workers, servers, samples, per_epoch)
 
     def communication(
         self, job: Job, workers: list[dict[str, Any]], run: dict[str, Any]

@@ -342,13 +342,13 @@ class ParameterServer(base.Strategy):
         elastic cell the servers also request evaluations. `evaluate` returns the results for an epoch, which
         `Channel.send_evaluation` sends.
         """
-        self.ticket = self._get_next_ticket(self.channel.wait_for_first_ticket)
-        self._before = self._get_exchange_counts()
+        self.ticket = self._request_next_ticket(self.channel.wait_for_first_ticket)
+        self._before = self._list_wait_s_and_bytes_by_server()
         self._exchange = self._push_and_take_ticket
         while self.ticket is not None:
             t = self.ticket
             if isinstance(t, Evaluation):
-                self.ticket = self._get_next_ticket(
+                self.ticket = self._request_next_ticket(
                     partial(self.channel.send_evaluation, evaluate(t.epoch))
                 )
                 continue
@@ -375,10 +375,10 @@ class ParameterServer(base.Strategy):
         return slice(start, start + samples)
 
     def _push_and_take_ticket(self) -> None:
-        self.ticket = self._get_next_ticket(self.channel.push_pull)
+        self.ticket = self._request_next_ticket(self.channel.push_pull)
         self.steps += 1
 
-    def _get_next_ticket(
+    def _request_next_ticket(
         self, request_next: Callable[[], Ticket | Evaluation | None]
     ) -> Ticket | Evaluation | None:
         """Return the ticket or the evaluation that `request_next` returns.
@@ -392,7 +392,7 @@ class ParameterServer(base.Strategy):
         except Left:
             return None
 
-    def _get_exchange_counts(self) -> tuple[float, ...]:
+    def _list_wait_s_and_bytes_by_server(self) -> tuple[float, ...]:
         """Return the seconds of waiting so far, then the bytes to and from each server."""
         return self.channel.wait_s, *self.channel.sent_and_received_bytes_by_server
 
@@ -418,7 +418,7 @@ class ParameterServer(base.Strategy):
             self.worker.delay_step()
             mark("slowdown")
         self.flat.zero_grads()
-        if self._exchange is not None and not self.accumulates_repeatedly:
+        if self._exchange is not None and not self.adds_to_gradients_repeatedly:
             self.channel.send_gradients_during_backward()
         (loss if self.scale is None else loss * self.scale.value).backward()
         mark("backward")
@@ -484,7 +484,8 @@ class ParameterServer(base.Strategy):
         if not self.steps:
             return None
         wait_s, *moved_bytes = (
-            now - then for now, then in zip(self._get_exchange_counts(), self._before, strict=True)
+            now - then
+            for now, then in zip(self._list_wait_s_and_bytes_by_server(), self._before, strict=True)
         )
         sent, received = moved_bytes[::2], moved_bytes[1::2]
         return {

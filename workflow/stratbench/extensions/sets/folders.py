@@ -10,7 +10,7 @@ from stratbench.cell.files import MAX_JSON_BYTES, read_regular_file, write_text_
 MARK = ".stratbench"
 
 
-def claim_output_folder(folder: Path, marker_text: str = "") -> str:
+def mark_folder_and_return_old_text(folder: Path, marker_text: str = "") -> str:
     """Create an output folder with a marker file, or reuse a marked folder.
 
     Args:

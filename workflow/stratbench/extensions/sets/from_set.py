@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.analysis.decision.constraints import Constraints
-from stratbench.analysis.decision.decide import make_decisions, read_evidence, write_decisions
+from stratbench.analysis.decision.decide import (
+    make_decisions,
+    read_evidence,
+    write_and_describe_decisions,
+)
 from stratbench.cell.text.words import replace_control_characters, wrap_lines
 from stratbench.command import CommandError, ExitCode
 from stratbench.command.subcommands import apply_config_changes
 from stratbench.extensions.sets.archive import SetError, extract_bundle
 from stratbench.extensions.sets.check import INVALID, choose_check_exit_code, describe_result_set
 from stratbench.extensions.sets.export import export_set
-from stratbench.extensions.sets.folders import claim_output_folder
+from stratbench.extensions.sets.folders import mark_folder_and_return_old_text
 from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import ResultSet, read_set
 from stratbench.study.config.messages import ConfigError
@@ -77,14 +81,14 @@ def decide_from_set(source: str, config_pairs: Sequence[str], out: Path | None) 
         check_extension_keys("decide", blocks["decide"], blocks)
     except ConfigError as error:
         raise CommandError(str(error)) from None
-    claim_output_folder(folder)
+    mark_folder_and_return_old_text(folder)
     written = [folder / name for name in ("decision.csv", "answers.json")]
     try:
         constraints = Constraints(**collect_constraints(blocks))
         evidence = read_evidence((), constraints)
         tables = (result_set.cells, result_set.findings)
         made = make_decisions(*tables, constraints, list(evidence.values()))
-        answers = write_decisions(made, tables[1], constraints, *written, evidence)
+        answers = write_and_describe_decisions(made, tables[1], constraints, *written, evidence)
     # A ConfigError is a ValueError, too.
     except ValueError as error:
         raise CommandError(str(error)) from None
@@ -164,7 +168,7 @@ def plan_from_bundle(source: str, config_pairs: Sequence[str], out: Path | None)
     config = apply_config_changes(result_set.config, config_pairs)
     check_plan_runs_no_bundle_code(source, config)
     folder = out or Path(f"{result_set.study}.plan")
-    claim_output_folder(folder)
+    mark_folder_and_return_old_text(folder)
     with tempfile.TemporaryDirectory(prefix="stratbench-plan-") as results:
         extract_bundle(Path(source).expanduser(), Path(results, result_set.study))
         config |= {"results": results, "code": [], "data": {}}

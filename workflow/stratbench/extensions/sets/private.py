@@ -69,7 +69,7 @@ def _remove_secrets(
         elif not is_record and _has_user_chosen_keys(parent_keys) and isinstance(inner, dict):
             cleaned[key] = _remove_secrets(inner, is_record, (*parent_keys, key))
         elif (
-            environment.is_secret_name_of_number(key)
+            environment.is_secret_number_name(key)
             and inner is not None
             and not isinstance(inner, bool)
         ):

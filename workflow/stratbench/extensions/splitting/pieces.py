@@ -28,17 +28,17 @@ class Piece:
 
     name: str
     compute_output: Callable[[nn.Module, Tensor], Tensor]
-    used_paths: tuple[str, ...]
+    used_module_paths: tuple[str, ...]
 
     def iter_used_parameters(self, model: nn.Module) -> Iterator[nn.Parameter]:
         """Yield the parameters of the model that the piece uses. A parameter used twice comes twice."""
-        for path in self.used_paths:
+        for path in self.used_module_paths:
             part = attrgetter(path)(model)
             yield from part.parameters() if isinstance(part, nn.Module) else (part,)
 
     def calls_module(self, model: nn.Module, module: nn.Module) -> bool:
         """Return whether the piece calls a module of the model, itself or within another module."""
-        each = (attrgetter(path)(model) for path in self.used_paths)
+        each = (attrgetter(path)(model) for path in self.used_module_paths)
         return any(module in list(m.modules()) for m in each if isinstance(m, nn.Module))
 
 
@@ -65,7 +65,7 @@ def make_pieces_from_plan(model: nn.Module, plan: PipelinePlan) -> list[Piece]:
                 f"its pipeline_modules name {entry!r}, but the model has no module with this path; correct "
                 "the path"
             )
-        pieces += [Piece(name, _make_function_calling_module(name), (name,)) for name in names]
+        pieces += [Piece(name, _make_function_that_calls_module(name), (name,)) for name in names]
     return pieces
 
 
@@ -79,11 +79,11 @@ def iter_unused_parameter_messages(model: nn.Module, pieces: list[Piece]) -> Ite
         )
 
 
-def _make_function_calling_module(module_path: str) -> Callable[[nn.Module, Tensor], Tensor]:
+def _make_function_that_calls_module(module_path: str) -> Callable[[nn.Module, Tensor], Tensor]:
     return lambda model, x: attrgetter(module_path)(model)(x)
 
 
-def divide_pieces_into_units(
+def group_pieces_into_indivisible_units(
     model: nn.Module, pieces: list[Piece], shard_groups: ShardGroups
 ) -> list[list[Piece]]:
     """Return the smallest parts that a pipeline stage may consist of, as lists of pieces.

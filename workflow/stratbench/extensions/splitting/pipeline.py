@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stratbench.cell.options import option
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.split import ModelSplit, list_divisible_models_in_text
+from stratbench.extensions.splitting.split import ModelSplit, format_divisible_model_names
 from stratbench.strategies import base, collective
 from stratbench.strategies.mesh import Mesh, MeshCoordinate, check_equal_groups
 from stratbench.workload.network import models
@@ -134,14 +134,14 @@ class Pipeline(ModelSplit):
         if models.get_model_metadata(network).batchnorm:
             return BATCHNORM
         if not declared.has_pipeline_pieces(network):
-            able = list_divisible_models_in_text(declared.has_pipeline_pieces)
+            able = format_divisible_model_names(declared.has_pipeline_pieces)
             return f"it does not state its forward as pieces that can be cut into stages; {able}"
         return None
 
     def indivisible_among_workers_reason(self, network: str | Model, gpus: int) -> str | None:
         stages, max_stages = (
             self.count_pipeline_stages(gpus),
-            models.get_model_metadata(network).max_stages,
+            models.get_model_metadata(network).max_pipeline_stages,
         )
         if max_stages is not None and stages > max_stages:
             return f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
@@ -184,7 +184,7 @@ class Pipeline(ModelSplit):
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         from stratbench.extensions.splitting import pieces
 
-        network = models.get_model(worker.settings)
+        network = models.get_model_or_name(worker.settings)
         if reason := self.indivisible_model_reason(network):
             yield reason
             return
@@ -199,7 +199,9 @@ class Pipeline(ModelSplit):
             yield str(e)
             return
         yield from pieces.iter_unused_parameter_messages(model, chain)
-        max_stages = len(pieces.divide_pieces_into_units(model, chain, worker.wrap_groups))
+        max_stages = len(
+            pieces.group_pieces_into_indivisible_units(model, chain, worker.wrap_groups)
+        )
         stages = self.count_pipeline_stages(worker.world_size)
         if stages > max_stages:
             yield f"it can be cut into {max_stages} stages, not into {stages}; set pipeline_parallel_size"
@@ -268,16 +270,16 @@ class Pipeline(ModelSplit):
 
         The result has, for each stage, its pieces and the costs of its units.
         """
-        from stratbench.extensions.splitting.pieces import divide_pieces_into_units
-        from stratbench.extensions.splitting.stages import balance_stages
+        from stratbench.extensions.splitting.pieces import group_pieces_into_indivisible_units
+        from stratbench.extensions.splitting.stages import choose_unit_count_per_stage
 
-        pieces = declared.make_declared_pieces(models.get_model(worker.settings), model)
-        units = divide_pieces_into_units(model, pieces, worker.wrap_groups)
-        measured = self.measure_units_on_fake_tensors(model, units)
+        pieces = declared.make_declared_pieces(models.get_model_or_name(worker.settings), model)
+        units = group_pieces_into_indivisible_units(model, pieces, worker.wrap_groups)
+        measured = self.measure_unit_costs_on_fake_tensors(model, units)
         waiting = self.count_pending_microbatches_by_stage(
             self.count_pipeline_stages(worker.world_size)
         )
-        ends = [0, *accumulate(balance_stages(measured, waiting))]
+        ends = [0, *accumulate(choose_unit_count_per_stage(measured, waiting))]
         return [(list(chain(*units[i:j])), measured[i:j]) for i, j in pairwise(ends)]
 
     def _connect_stages(self) -> None:
@@ -298,7 +300,7 @@ class Pipeline(ModelSplit):
             elif rank == receiver:
                 dist.recv(nothing, dist.get_global_rank(self._pipe, sender), group=self._pipe)
 
-    def measure_units_on_fake_tensors(
+    def measure_unit_costs_on_fake_tensors(
         self, model: nn.Module, units: list[list[Piece]]
     ) -> list[MeasuredUnit]:
         """Return the cost of each unit of the model, computed on fake tensors.
@@ -388,7 +390,7 @@ class Pipeline(ModelSplit):
             self._schedule = self.make_microbatch_schedule(batch_samples)
         return self._schedule
 
-    def forget_batch(self) -> None:
+    def free_batch_dependent_memory(self) -> None:
         """Free the pipeline's schedule and buffers, which depend on the batch size."""
         self._schedule, self._stages, self._batch = None, [], 0
 
@@ -423,7 +425,7 @@ class Pipeline(ModelSplit):
         )  # fmt: skip
         stage.mark, stage.last = (
             self._mark_phase_end,
-            partial(self._store_stage_in_last_backward, stage_number),
+            partial(self._store_stage_that_ends_backward, stage_number),
         )
         return stage
 
@@ -447,13 +449,13 @@ class Pipeline(ModelSplit):
     def _mark_phase_end(self, phase: str) -> None:
         self.worker.mark_phase_end(phase)
 
-    def _store_stage_in_last_backward(self, stage: int, is_last_backward: bool) -> None:
+    def _store_stage_that_ends_backward(self, stage: int, is_last_backward: bool) -> None:
         self._ending = stage if is_last_backward and self._is_last else None
 
     def _compute_microbatch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
         self._mark_phase_end("bubble")
         with create_autocast_context(self.worker.settings.precision, self.worker.device):
-            loss = self.compute_part_loss(scores, y) / self._divisor
+            loss = self.compute_batch_part_loss(scores, y) / self._divisor
         self._losses.append(loss.detach())
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
@@ -464,7 +466,7 @@ class Pipeline(ModelSplit):
         self._is_last = is_last_part
         return nullcontext()
 
-    def add_gradients(
+    def add_batch_part_gradients(
         self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
     ) -> Tensor:
         import torch
@@ -532,7 +534,7 @@ class Pipeline(ModelSplit):
             self._sent.clear()
         self._mark_phase_end("bubble")
 
-    def list_normed_tensors(self) -> list[Tensor]:
+    def list_tensors_for_gradient_norm(self) -> list[Tensor]:
         return [p for p in self.parameters if p not in self._counted_elsewhere]
 
     def gradient_norm(self) -> Tensor:
@@ -558,7 +560,7 @@ class Pipeline(ModelSplit):
             if i and (i - 1) not in self._parts:
                 x = torch.empty_like(self._make_example_output(i - 1, samples), requires_grad=False)
                 dist.recv(x, dist.get_global_rank(self._pipe, (i - 1) % workers), group=self._pipe)
-            x = part.compute_pieces(x)
+            x = part.compute_stage_output(x)
             if i != last and (i + 1) not in self._parts:
                 dist.send(x, dist.get_global_rank(self._pipe, (i + 1) % workers), group=self._pipe)
         if last in self._parts:

@@ -99,7 +99,7 @@ class ModelSplit(Counted):
         )
 
 
-def list_divisible_models_in_text(is_divisible: Callable[[str], bool]) -> str:
+def format_divisible_model_names(is_divisible: Callable[[str], bool]) -> str:
     """Return a clause that lists the built-in models that a strategy can divide.
 
     Args:

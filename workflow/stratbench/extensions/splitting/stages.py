@@ -95,7 +95,9 @@ def measure_unit_costs(model: nn.Module, units: list[list[Piece]], x: Tensor) ->
     return figures
 
 
-def balance_stages(units: Sequence[MeasuredUnit], pending_microbatches: Sequence[int]) -> list[int]:
+def choose_unit_count_per_stage(
+    units: Sequence[MeasuredUnit], pending_microbatches: Sequence[int]
+) -> list[int]:
     """Return the number of consecutive units in each stage, such that the work is balanced.
 
     The largest work of a stage is as small as possible. Among such divisions, the largest memory of a stage
@@ -121,13 +123,13 @@ def balance_stages(units: Sequence[MeasuredUnit], pending_microbatches: Sequence
     )
     held = [0, *accumulate(STATES * u.parameter_bytes for u in units)]
 
-    def compute_stage_work(_stage: int, first_unit: int, end_unit: int) -> float:
+    def compute_stage_flops(_stage: int, first_unit: int, end_unit: int) -> float:
         return flops[end_unit] - flops[first_unit]
 
-    most, _ = _minimize_largest_stage_cost(compute_stage_work, len(units), stages)
+    most, _ = _minimize_largest_stage_cost(compute_stage_flops, len(units), stages)
 
-    def compute_stage_memory(stage: int, first_unit: int, end_unit: int) -> float:
-        if compute_stage_work(stage, first_unit, end_unit) > most:
+    def compute_stage_memory_bytes(stage: int, first_unit: int, end_unit: int) -> float:
+        if compute_stage_flops(stage, first_unit, end_unit) > most:
             return math.inf
         return (
             held[end_unit]
@@ -135,7 +137,7 @@ def balance_stages(units: Sequence[MeasuredUnit], pending_microbatches: Sequence
             + pending_microbatches[stage] * (saved_bytes[end_unit] - saved_bytes[first_unit])
         )
 
-    _, ends = _minimize_largest_stage_cost(compute_stage_memory, len(units), stages)
+    _, ends = _minimize_largest_stage_cost(compute_stage_memory_bytes, len(units), stages)
     return [end - start for start, end in pairwise((0, *ends))]
 
 
@@ -192,7 +194,7 @@ class StageModule(nn.Module):
         self.held = nn.ParameterList(own)
         self._model = (model,)
 
-    def compute_pieces(self, x: Tensor) -> Tensor:
+    def compute_stage_output(self, x: Tensor) -> Tensor:
         """Compute the stage's pieces one after the other, without mixed precision."""
         (model,) = self._model
         if x.dim() == 4:
@@ -207,7 +209,7 @@ class StageModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with self._precision():
-            return self.compute_pieces(x)
+            return self.compute_stage_output(x)
 
 
 class Stage(PipelineStage):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from stratbench.cell.options import option
 from stratbench.cell.text.words import format_names
 from stratbench.extensions.splitting import declared
-from stratbench.extensions.splitting.split import ModelSplit, list_divisible_models_in_text
+from stratbench.extensions.splitting.split import ModelSplit, format_divisible_model_names
 from stratbench.strategies import base
 from stratbench.strategies.mesh import Mesh, check_equal_groups
 from stratbench.strategies.sharding.sharded import Sharded
@@ -98,7 +98,7 @@ class TensorParallel(ModelSplit, Sharded):
         if not declared.has_tensor_plan(network):
             return (
                 "it has no plan that divides its layers; "
-                f"{list_divisible_models_in_text(declared.has_tensor_plan)}"
+                f"{format_divisible_model_names(declared.has_tensor_plan)}"
             )
         return None
 
@@ -130,7 +130,7 @@ class TensorParallel(ModelSplit, Sharded):
         return None
 
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
-        network = models.get_model(worker.settings)
+        network = models.get_model_or_name(worker.settings)
         if reason := self.indivisible_model_reason(network):
             yield reason
         elif worker.settings.own_model is not None:
@@ -168,7 +168,7 @@ class TensorParallel(ModelSplit, Sharded):
         if tensor > 1:
             again = list_repeated_parameter_uses(model)
             plan = separate_attention_projections(
-                model, declared.get_tensor_plan(models.get_model(worker.settings), model)
+                model, declared.get_tensor_plan(models.get_model_or_name(worker.settings), model)
             )
             parallelize_module(
                 model,
@@ -231,13 +231,13 @@ class TensorParallel(ModelSplit, Sharded):
         self._is_last = is_last_part
         return nullcontext()
 
-    def add_gradients(
+    def add_batch_part_gradients(
         self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
     ) -> Tensor:
         from torch.distributed.tensor.parallel import loss_parallel
 
         with loss_parallel() if self.worker.mesh.tensor > 1 else nullcontext():
-            return super().add_gradients(x, y, parts, is_last_part)
+            return super().add_batch_part_gradients(x, y, parts, is_last_part)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         from stratbench.telemetry.shards import get_local_shard
@@ -267,7 +267,7 @@ class TensorParallel(ModelSplit, Sharded):
             return []
         self._is_last = False  # do not average gradients over replicas
         self.model.eval()  # disable dropout and updates of running statistics
-        self.add_gradients(x, y)
+        self.add_batch_part_gradients(x, y)
         self.model.train()
         named = dict(self.model.named_parameters())
         apart = torch.zeros(len(named), dtype=torch.float64, device=self.worker.device)
@@ -285,7 +285,7 @@ class TensorParallel(ModelSplit, Sharded):
         dist.all_reduce(apart, op=dist.ReduceOp.MAX)
         return [name for name, by in zip(named, apart.tolist(), strict=True) if by > UNLIKE]
 
-    def list_normed_tensors(self) -> list[Tensor]:
+    def list_tensors_for_gradient_norm(self) -> list[Tensor]:
         return list(compress(self.local, self._counts))
 
 

@@ -154,7 +154,7 @@ def describe_filter_results(filter_results: Sequence[FilterResult]) -> list[str]
             else "memory not planned"
         )
         lines.append(f"  {each.combination.name}: {time}, {memory} per worker; {each.reason}")
-    if any(s.difference_amounts is not None for s in filter_results):
+    if any(s.amounts_by_difference_kind is not None for s in filter_results):
         lines += [
             "",
             "A combination is dropped if its planned time, divided by that of a faster one, exceeds this "

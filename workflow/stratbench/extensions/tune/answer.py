@@ -52,7 +52,7 @@ class Effect:
 
     Attributes:
         choice: The strategy, option or setting, as text.
-        compared_strategy: Strategy that the chosen strategy is compared with. It is empty for an option or
+        reference_strategy: Strategy that the chosen strategy is compared with. It is empty for an option or
             setting, which is compared with its default.
         time_ratio: Time per step with the choice, divided by the time without it.
         num_pairs: Number of pairs of combinations that differ only in this choice.
@@ -60,7 +60,7 @@ class Effect:
     """
 
     choice: str
-    compared_strategy: str
+    reference_strategy: str
     time_ratio: IntervalEstimate
     num_pairs: int
     num_blocks: int
@@ -171,7 +171,7 @@ def estimate_choice_effects(measured: Sequence[MeasuredCombination], baseline: s
     pairs: dict[tuple[str, str], list[np.ndarray]] = {}
     for chosen in measured:
         for default in measured:
-            choice = _find_single_difference(chosen.combination, default.combination, baseline)
+            choice = _find_choice_and_alternative(chosen.combination, default.combination, baseline)
             times_s = np.array([chosen.step_s_by_block, default.step_s_by_block], dtype=float)
             if choice is not None and np.isfinite(times_s).all(0).any():
                 pairs.setdefault(choice, []).append(times_s)
@@ -201,7 +201,7 @@ def _average_step_times_over_common_blocks(pairs: Sequence[np.ndarray]) -> np.nd
     return np.exp(logs[..., has_all_pairs].mean(0))
 
 
-def _find_single_difference(
+def _find_choice_and_alternative(
     chosen: Combination, default: Combination, baseline: str
 ) -> tuple[str, str] | None:
     """Return the only choice in which two combinations differ, and its alternative.
@@ -299,7 +299,7 @@ def describe_possible_further_gain(answer: TuneAnswer) -> str:
 
 def describe_effect(effect: Effect) -> str:
     """Return an effect's choice, time ratio, and numbers of pairs and blocks as text."""
-    over = f" over {effect.compared_strategy}" if effect.compared_strategy else ""
+    over = f" over {effect.reference_strategy}" if effect.reference_strategy else ""
     return (
         f"{effect.choice}{over}: "
         f"{effect.time_ratio.format_value_and_interval('{:.3f}'.format)}{describe_effect_evidence(effect)}"

@@ -105,7 +105,7 @@ def _draw_time_over_memory(answer: TuneAnswer) -> Markup:
 
 
 def _make_effect_row(effect: Effect) -> dict[str, Any]:
-    over = f" over {effect.compared_strategy}" if effect.compared_strategy else ""
+    over = f" over {effect.reference_strategy}" if effect.reference_strategy else ""
     ratio = effect.time_ratio.format_value_and_interval("{:.3f}".format)
     if effect.time_ratio.low is None:
         ratio += " (no interval)"
@@ -145,7 +145,7 @@ def _iter_sentences_on_dropped_combinations(
         else:
             text = "; ".join(f"{reason} ({n})" for reason, n in reasons.most_common())
             yield f"{format_count(len(own), 'combination')} {fate}: {text}."
-    if any(s.difference_amounts is not None for s in filter_results):
+    if any(s.amounts_by_difference_kind is not None for s in filter_results):
         margins = "; ".join(line.strip() for line in describe_margins(fit_public_margins()))
         yield (
             "A combination is dropped by time if its planned time, divided by that of a faster one, exceeds "

@@ -63,7 +63,7 @@ class FilterResult:
         outcome: One of the constants UNSUPPORTED to OUT_OF_MEMORY.
         planned_time_s: Planned time of a whole training; None if unknown.
         memory_bytes: Planned memory of a worker; None if unknown.
-        difference_amounts: Amount of each kind of difference; None on CPUs, which no public sweep covers.
+        amounts_by_difference_kind: Amount of each kind of difference; None on CPUs, which no public sweep covers.
         planned_segment_gpu_s: Planned GPU-seconds of one segment of a block.
         planned_training_gpu_s: Planned GPU-seconds of a whole training.
         device_memory_bytes: Memory that a worker has; None if unknown.
@@ -74,7 +74,7 @@ class FilterResult:
     reason: str = ""
     planned_time_s: float | None = None
     planned_memory_bytes: int | None = None
-    difference_amounts: Amounts | None = None
+    amounts_by_difference_kind: Amounts | None = None
     planned_segment_gpu_s: float = 0.0
     planned_training_gpu_s: float = 0.0
     device_memory_bytes: float | None = None
@@ -233,10 +233,10 @@ def find_combinations_to_drop(
     groups: dict[str, dict[str, Amounts]] = {}
     for name in planned_times_s:
         each = results_by_name[name]
-        if each.difference_amounts is not None:
-            groups.setdefault(_format_options_of_unknown_kind(each.combination), {})[name] = (
-                each.difference_amounts
-            )
+        if each.amounts_by_difference_kind is not None:
+            groups.setdefault(_format_options_without_difference_kind(each.combination), {})[
+                name
+            ] = each.amounts_by_difference_kind
     by_combination: dict[str, DropReason] = {}
     for group in groups.values():
         by_combination |= find_configurations_to_drop(
@@ -245,7 +245,7 @@ def find_combinations_to_drop(
     return by_combination
 
 
-def _format_options_of_unknown_kind(combination: Combination) -> str:
+def _format_options_without_difference_kind(combination: Combination) -> str:
     """Return a combination's options that have no kind of difference, as JSON text."""
     kinds = {
         f.name: f.metadata.get("kind")
@@ -263,7 +263,7 @@ def compute_difference_amounts(subject: CellToPlan) -> dict[str, float]:
     parts = settings.gradient_accumulation_steps * subject.strategy.num_batch_parts * mesh.tensor
     return {
         "micro-batch": subject.samples_per_step / parts,
-        "checkpointing": _get_recomputed_share(settings.activation_checkpointing),
+        "checkpointing": _get_recomputed_forward_share(settings.activation_checkpointing),
         "sharding": _find_zero_stage(subject, traits),
         "tensor": mesh.tensor,
         "pipeline": mesh.stages,
@@ -283,7 +283,7 @@ def _find_zero_stage(subject: CellToPlan, traits: Traits) -> int:
     return 2 if options.get("reshard_after_forward") == "never" else 3
 
 
-def _get_recomputed_share(checkpointing: bool | str) -> float:
+def _get_recomputed_forward_share(checkpointing: bool | str) -> float:
     """Return the share of the forward pass that a value of `activation_checkpointing` computes again."""
     if isinstance(checkpointing, bool):
         return float(checkpointing)

@@ -139,7 +139,7 @@ class BlockRun:
                 "steps": self._steps,
                 "discard": self._discard,
                 "disagreement": get_segment_disagreement_limit(
-                    plan, compute_segment_differences(done).values()
+                    plan, compute_log_ratios_of_segment_times(done).values()
                 ),
             },
             "segments": [segment.as_dict() for segment in done],
@@ -204,7 +204,7 @@ class BlockRun:
         name = f"{slot:02d}-{strategy}"
         self._slot += 1
         self.logs = args.logs / name
-        settings, discarded, timed = self._plan_segment(strategy)
+        settings, discarded, timed = self._choose_settings_and_step_counts(strategy)
         RunFolder.from_log_dir(self.logs).create_empty_folder()
         runner = create_runner(settings)
         begun_s = time.monotonic()
@@ -218,10 +218,10 @@ class BlockRun:
                 f"segment {name}: worker {lost[0]['worker']} was lost: {lost[0]['reason']}"
             )
         made = assemble.make_record(job, ending)
-        steps = collect_timed_steps(job, discarded, timed) if ending.status == "ok" else None
+        steps = make_timed_steps_entry(job, discarded, timed) if ending.status == "ok" else None
         made["block"] = {
             "id": plan.relative_path,
-            "host": ", ".join(self._record_hosts_and_gpus(job)),
+            "host": ", ".join(self._record_devices_and_return_hosts(job)),
             "pass": pass_name,
             "slot": slot,
             "preceding": self._preceding,
@@ -246,7 +246,7 @@ class BlockRun:
             wall_s,
         )
 
-    def _plan_segment(self, strategy_name: str) -> tuple[Settings, int, int]:
+    def _choose_settings_and_step_counts(self, strategy_name: str) -> tuple[Settings, int, int]:
         """Return a segment's settings, and its numbers of discarded and of timed steps."""
         timed = self._steps or block_rules.MIN_STEPS
         discarded = (
@@ -254,7 +254,7 @@ class BlockRun:
         )
         s = self._settings[strategy_name]
         strategy = make_strategy(s.strategy, s.options)
-        discarded, timed = strategy.choose_segment_steps(discarded, timed)
+        discarded, timed = strategy.choose_discarded_and_timed_steps(discarded, timed)
         tail = TAIL_STEPS if strategy.kind == "server" else 0
         return (
             blocks.make_segment_settings(s, self._plan, discarded + timed + tail),
@@ -262,7 +262,7 @@ class BlockRun:
             timed,
         )
 
-    def _record_hosts_and_gpus(self, job: Job) -> list[str]:
+    def _record_devices_and_return_hosts(self, job: Job) -> list[str]:
         """Add the hosts and GPUs of a segment to the block's, and return its hosts."""
         workers = job.folder.read_worker_results(job.world_size).values()
         provenances = [w["provenance"] for w in workers if "provenance" in w]
@@ -305,7 +305,7 @@ def run_segments_in_order(
         for strategy in order:
             if strategy not in dropped:
                 run_one_segment(pass_name, strategy)
-    differences = compute_segment_differences(done)
+    differences = compute_log_ratios_of_segment_times(done)
     for strategy in plan.order:
         if differences.get(strategy, 0.0) > get_segment_disagreement_limit(
             plan, differences.values()
@@ -314,7 +314,7 @@ def run_segments_in_order(
     return done
 
 
-def compute_segment_differences(segments: Sequence[Segment]) -> dict[str, float]:
+def compute_log_ratios_of_segment_times(segments: Sequence[Segment]) -> dict[str, float]:
     """Return the absolute log time ratio of each strategy's two segments, by strategy.
 
     The result has only strategies whose two segments both ended well.
@@ -338,7 +338,7 @@ def get_segment_disagreement_limit(plan: BlockPlan, log_differences: Iterable[fl
     return block_rules.compute_segment_disagreement_limit(list(log_differences))
 
 
-def collect_timed_steps(job: Job, num_discarded: int, num_timed: int) -> dict[str, Any]:
+def make_timed_steps_entry(job: Job, num_discarded: int, num_timed: int) -> dict[str, Any]:
     """Return the entry `steps` of a segment's record: the time of each timed step.
 
     The times are those of the slowest process. With parameter servers, a step is as many pushes as one global

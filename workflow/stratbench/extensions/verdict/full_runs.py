@@ -16,9 +16,10 @@ from stratbench.extensions.verdict.blocks import ComparisonKey, PairedBlock, has
 
 
 @rule("full-run-against-steps", "warning", "time")
-def find_full_runs_with_other_step_time(evidence: AuditData) -> Iterator[Case]:
-    """The time of a full run should be its number of steps times the step time in a verdict's blocks. It
-    differs by more than 3 %. Possible causes: the device slows down over minutes, the input is too slow,
+def find_full_runs_contradicting_blocks(evidence: AuditData) -> Iterator[Case]:
+    """The time of a full run should be its number of steps times the step time in a verdict's blocks.
+
+    It differs by more than 3 %. Possible causes: the device slows down over minutes, the input is too slow,
     other jobs use the node, or the segments are too short.
     """
     by_place: dict[ComparisonKey, list[PairedBlock]] = {}

@@ -124,7 +124,7 @@ class BlocksEvidence(Evidence):
             return
         candidate.times = result.train_time_s_by_block
         candidate.time_s = float(np.exp(np.log(result.train_time_s_by_block).mean()))
-        candidate.time_basis, candidate.repetition_noun = PAIRED_BLOCKS, "block"
+        candidate.time_source_text, candidate.repetition_noun = PAIRED_BLOCKS, "block"
         candidate.hosts, candidate.has_cpu_workers = result.hosts, result.is_on_cpu
         candidate.traits, candidate.has_servers = result.traits, result.uses_servers
         candidate.verdict_claim_and_confidence = result.conclusion_and_confidence

@@ -25,14 +25,14 @@ MAX_WORTHWHILE_COST_SHARE = 0.10
 class VerdictCost:
     """Costs of a verdict and of the full matrix, in worker-seconds.
 
-    The full matrix is a training of each cell with MATRIX_REPEATS repeats. `start_share_of_segment` is the
+    The full matrix is a training of each cell with MATRIX_REPEATS repeats. `segment_start_share` is the
     share of a segment that the start of its processes takes.
     """
 
     blocks_worker_s: float
     full_runs_worker_s: float
     full_matrix_worker_s: float
-    start_share_of_segment: float
+    segment_start_share: float
 
     @property
     def verdict_worker_s(self) -> float:
@@ -67,7 +67,7 @@ def estimate_comparison_cost(comparison: list[PlannedCell], use_longest_times: b
     return VerdictCost(times_s, trained_s, MATRIX_REPEATS * sum(cells), sum(starts) / sum(segments))
 
 
-def estimate_min_and_max_costs(
+def estimate_min_and_max_cost_by_comparison(
     plan: Plan,
 ) -> dict[tuple[str, str, int], tuple[VerdictCost, VerdictCost]]:
     """Return the lowest and highest cost per comparison, by experiment, model and worker count."""
@@ -90,7 +90,7 @@ def estimate_min_and_max_costs(
 
 def iter_verdict_cost_sentences(plan: Plan) -> Iterator[str]:
     """Yield sentences on the cost of a verdict relative to the full matrix."""
-    by_comparison = estimate_min_and_max_costs(plan)
+    by_comparison = estimate_min_and_max_cost_by_comparison(plan)
     if not by_comparison:
         yield "Unknown: no model and number of workers has two strategies with predicted times."
         return
@@ -120,7 +120,7 @@ def iter_verdict_cost_sentences(plan: Plan) -> Iterator[str]:
             f"For {len(short)} of {len(by_comparison)} models and worker counts, a verdict costs more than a "
             f"tenth of the full matrix, because their cells are too short. {experiment}, {model} on {gpus} "
             f"would cost at least {worst.share_of_full_matrix_cost:.0%}, since "
-            f"{worst.start_share_of_segment:.0%} of a segment is the start of its processes. Train these "
+            f"{worst.segment_start_share:.0%} of a segment is the start of its processes. Train these "
             "cells in full instead, or for longer."
         )
     if len(dear) > len(short):

@@ -160,7 +160,7 @@ class Round:
         """
         timed, settings = steps or MAX_STEPS, self._jobs.resolve_settings(cell)
         strategy = make_strategy(settings.strategy, settings.options)
-        return sum(strategy.choose_segment_steps(count_discarded_steps(timed), timed))
+        return sum(strategy.choose_discarded_and_timed_steps(count_discarded_steps(timed), timed))
 
     def make_block_request(self, plan: BlockPlan) -> JobRequest:
         """Return the resources that a block's job requests: the maximum over the block's strategies."""

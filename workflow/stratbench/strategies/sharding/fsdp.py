@@ -168,11 +168,11 @@ class FSDP(Sharded):
                 f"out of place, or set reshard_after_forward to never {format_help_address('gives a view')}"
             )
         if (
-            trial.names_sometimes_without_gradient
+            trial.names_without_gradient_in_some_steps
             and worker.settings.gradient_accumulation_steps > 1
         ):
             yield from self._iter_accumulation_refusals(
-                trial.names_sometimes_without_gradient, worker
+                trial.names_without_gradient_in_some_steps, worker
             )
         if worker.world_size > 1 and trial.randomly_called_modules:
             yield refusals.module_skipped_at_random_reason(trial.randomly_called_modules)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stratbench.strategies import base, collective
-from stratbench.workload.users_code import Refused, different_group_calls_reason
+from stratbench.workload.users_code import Refused, describe_different_group_calls
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class GroupCalls:
         self.steps.append(self._now)
         self._now = 0
         if self._heartbeat is not None:
-            self._heartbeat.forget_group_calls()
+            self._heartbeat.delete_group_calls()
 
     def find_first_step_with_different_calls(self, device: torch.device) -> int | None:
         """Return the first step in which two workers called different shard groups.
@@ -116,7 +116,7 @@ class Sharded(collective.Collective):
             return
         where = f"step {step}" if step <= steps else "the evaluation"
         s = self.worker.settings
-        raise Refused(different_group_calls_reason(s.model, s.strategy, where))
+        raise Refused(describe_different_group_calls(s.model, s.strategy, where))
 
     def updated_tensors(self) -> list[Tensor]:
         import torch

@@ -32,12 +32,12 @@ class Bucket:
 
         from stratbench.workload.flat import (
             ALIGN_BYTES,
-            compute_flat_offsets_and_length,
+            compute_element_offsets_and_count,
             copy_into_flat_tensor,
             view_part_of_flat_tensor,
         )
 
-        starts, numel = compute_flat_offsets_and_length(parameters)
+        starts, numel = compute_element_offsets_and_count(parameters)
         unit = workers * max(1, ALIGN_BYTES // parameters[0].element_size())
         numel = -(-numel // unit) * unit
         self.weights = torch.zeros(numel, dtype=parameters[0].dtype, device=parameters[0].device)
@@ -140,12 +140,12 @@ class ZeRO1(collective.Collective):
     def _reset_gradient_buckets(self) -> None:
         self._filled: set[nn.Parameter] = set()
         self._reductions: list[torch.distributed.Work] = []
-        self._reduced, self._is_last = 0, not self.accumulates_repeatedly
+        self._reduced, self._is_last = 0, not self.adds_to_gradients_repeatedly
         for bucket in self.buckets:
             bucket.missing, bucket.sent = set(bucket.views), False
 
     def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
-        self._is_last = is_last_part and not self.accumulates_repeatedly
+        self._is_last = is_last_part and not self.adds_to_gradients_repeatedly
         return nullcontext()
 
     def _move_gradient_to_bucket(self, bucket: Bucket, parameter: nn.Parameter) -> None:

@@ -95,7 +95,7 @@ class Study:
         options = resolve_options(base, set_options, cell.gpus) | self.hash_strategy_files(
             cell.strategy
         )
-        data = self._data.describe_data_set_by_identity(cell.dataset)
+        data = self._data.describe_data_set_from_identity(cell.dataset)
         return Settings(
             strategy=base,
             options=options,
@@ -113,7 +113,7 @@ class Study:
             **{key: values[key] for key in GIVEN},
         )
 
-    def refused_cell_reason(self, config: Mapping[str, Any], cell: Cell) -> str | None:
+    def explain_cell_refusal(self, config: Mapping[str, Any], cell: Cell) -> str | None:
         """Return why the config does not allow a cell. None if the study could have it.
 
         The study need not have the cell.
@@ -174,7 +174,7 @@ class Study:
             self._own_code[key] = spec and spec | users_code.compute_code_fingerprint(
                 spec["call"],
                 self._folders,
-                find_library_of_call(spec["call"]).list_further_packages(spec),
+                find_library_of_call(spec["call"]).list_additional_packages_for_call(spec),
             )
         return self._own_code[key]
 

@@ -31,7 +31,7 @@ from stratbench.workload.network import libraries, models, own
 MAX_NAME_BYTES = 240
 
 
-def iter_variant_messages(study: str, values: Mapping[str, Any]) -> Iterator[str]:
+def iter_variant_error_messages(study: str, values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each wrong name or option of a study's variants.
 
     A variant's name is wrong if a strategy has it. The name of its strategy is wrong if it is unknown.
@@ -194,7 +194,7 @@ def check_experiment(
         dataset = describe_data_set(block["dataset"])
     except DataError as e:
         raise ConfigError(f"config: {where}.dataset = {block['dataset']!r}: {e}") from e
-    for changed, each in _iter_experiments_by_variant_settings(block, study):
+    for changed, each in _iter_variant_settings_and_experiment(block, study):
         # Each check runs only if the checks before it have found nothing.
         faults = chain(
             _iter_task_faults(each, dataset),
@@ -218,7 +218,7 @@ def check_experiment(
             raise ConfigError(f"config: {where}{fault}{source}")
 
 
-def _iter_experiments_by_variant_settings(
+def _iter_variant_settings_and_experiment(
     block: Mapping[str, Any], study: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield each set of variant settings, and the experiment with only its strategies."""
@@ -242,7 +242,7 @@ def _iter_task_faults(block: Mapping[str, Any], dataset: Dataset) -> Iterator[st
     if (block["epochs"] is None) == (block["steps"] is None):
         yield (
             ": give either epochs or steps (which measures time and memory, without a score), and not both; "
-            f"given: {_format_given_keys(block, 'epochs', 'steps')}"
+            f"given: {_format_keys_with_values(block, 'epochs', 'steps')}"
         )
     if target is None:
         return
@@ -317,7 +317,7 @@ def _iter_optimizer_faults(block: Mapping[str, Any]) -> Iterator[str]:
         yield ".nesterov = true: needs momentum > 0; set momentum, or remove nesterov"
 
 
-def _format_given_keys(block: Mapping[str, Any], *keys: str) -> str:
+def _format_keys_with_values(block: Mapping[str, Any], *keys: str) -> str:
     """Return the keys that have a value as `key = value`, or else `neither`."""
     values = [f"{key} = {block[key]}" for key in keys if block.get(key) is not None]
     return ", ".join(values) or "neither"
@@ -363,7 +363,7 @@ def _iter_batch_faults(
     if (batch is None) == (weak is None):
         yield (
             ": give either global_batch (split over the workers) or per_worker_batch, and not both; "
-            f"given: {_format_given_keys(block, 'global_batch', 'per_worker_batch')}"
+            f"given: {_format_keys_with_values(block, 'global_batch', 'per_worker_batch')}"
         )
         return
     key, value = ("global_batch", batch) if batch else ("per_worker_batch", weak)
@@ -419,7 +419,7 @@ def _iter_strategy_faults(
     gpus_per_node: int,
 ) -> Iterator[str]:
     networks = {
-        m: models.make_model_metadata(m, models.get_model_specification(m, own_models))
+        m: models.make_metadata_or_keep_name(m, models.get_model_specification(m, own_models))
         for m in block["models"]
     }
     name_alone = [
@@ -460,11 +460,11 @@ def _iter_model_faults(
                 "label; use a model for text-classification"
             )
             continue
-        if spec and (fault := _wrong_head_reason(spec["call"], block, dataset)):
+        if spec and (fault := _explain_wrong_model_head(spec["call"], block, dataset)):
             yield f".models = {name!r}: {fault}"
             continue
         try:
-            model = models.make_model_metadata(name, spec)
+            model = models.make_metadata_or_keep_name(name, spec)
             if dataset.shape is None:
                 models.check_model_takes_sample_kind(
                     model, "texts" if dataset.is_text else "images"
@@ -497,7 +497,7 @@ def _iter_model_faults(
         yield f".augment = true: the data set {block['dataset']!r} has no augmentation; remove the key"
 
 
-def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
+def _explain_wrong_model_head(call: str, block: Mapping[str, Any], dataset: Dataset) -> str | None:
     """Return a message if a model class of transformers has the head of another task.
 
     Otherwise, the result is None.
@@ -507,7 +507,7 @@ def _wrong_head_reason(call: str, block: Mapping[str, Any], dataset: Dataset) ->
         block: The experiment's block.
         dataset: The experiment's data set.
     """
-    learns = libraries.find_library_of_call(call).list_head_tasks(call)
+    learns = libraries.find_library_of_call(call).list_tasks_of_model_class(call)
     task = (
         block["task"]
         or dataset.task

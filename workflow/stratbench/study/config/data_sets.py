@@ -8,7 +8,7 @@ from typing import Any
 
 from stratbench.workload.data import own_data
 from stratbench.workload.data.dataset import Dataset
-from stratbench.workload.data.datasets import compute_data_identity, describe_data_set
+from stratbench.workload.data.datasets import compute_data_identity, make_dataset_metadata
 from stratbench.workload.data.own_data import is_own_data_set
 
 
@@ -44,13 +44,13 @@ class DataSets:
             self._identities[name] = identity
         return self._identities[name]
 
-    def describe_data_set_by_config(self, name: str) -> Dataset:
+    def describe_data_set_from_config(self, name: str) -> Dataset:
         """Return the metadata of a data set, as far as the config alone determines them."""
-        return describe_data_set(name, self._specs.get(name))
+        return make_dataset_metadata(name, self._specs.get(name))
 
-    def describe_data_set_by_identity(self, name: str) -> Dataset:
+    def describe_data_set_from_identity(self, name: str) -> Dataset:
         """Return the metadata of a data set, as far as its identity alone determines them."""
-        return describe_data_set(name, self.compute_data_set_identity(name))
+        return make_dataset_metadata(name, self.compute_data_set_identity(name))
 
     def describe_data_set(self, name: str) -> Dataset:
         """Return the metadata of a data set. A user's own data set is read from its prepared files."""
@@ -60,5 +60,5 @@ class DataSets:
                 meta = own_data.read_prepared_metadata(
                     self._folder / name, self.compute_data_set_identity(name)
                 )
-            self._facts[name] = describe_data_set(name, spec, meta)
+            self._facts[name] = make_dataset_metadata(name, spec, meta)
         return self._facts[name]

@@ -21,7 +21,7 @@ REMOVED_KEYS: dict[str, str] = {
 }
 
 
-def removed_key_reason(mapping_path: tuple[str | int, ...], key: str) -> str | None:
+def explain_removed_key(mapping_path: tuple[str | int, ...], key: str) -> str | None:
     """Return the replacement of a removed key, or None if the key never existed.
 
     Args:

@@ -21,7 +21,7 @@ from stratbench.study.config.messages import (
     join_messages,
     suggest_closest_name,
 )
-from stratbench.study.config.removed_keys import removed_key_reason
+from stratbench.study.config.removed_keys import explain_removed_key
 
 SCHEMA_PATH = SCHEMAS / "config.schema.json"
 TYPE_NAMES = {
@@ -269,7 +269,7 @@ def _explain_schema_error(fault: Any, key: str | None) -> str:
         case "additionalProperties":
             allowed = list(fault.schema["properties"])
             place = f"{where}.{key}".lstrip(".")
-            if reason := removed_key_reason(tuple(fault.absolute_path), key):
+            if reason := explain_removed_key(tuple(fault.absolute_path), key):
                 return f"config: {place} = {format_wrong_value(value[key])}: was removed; {reason}"
             return (
                 f"config: {place} = {format_wrong_value(value[key])}: unknown key {key!r}."

@@ -17,7 +17,7 @@ from stratbench.study.config.consistency import (
     check_score_tolerances,
     fill_adamw_defaults,
     iter_unknown_name_messages,
-    iter_variant_messages,
+    iter_variant_error_messages,
 )
 from stratbench.study.config.data_sets import DataSets
 from stratbench.study.config.messages import ConfigError, format_wrong_value_message, join_messages
@@ -29,7 +29,7 @@ from stratbench.study.config.schema import (
     parse_texts_by_schema,
 )
 from stratbench.study.config.yaml_traps import check_value_types
-from stratbench.workload.data.datasets import DATASETS, describe_data_set
+from stratbench.workload.data.datasets import DATASETS, make_dataset_metadata
 
 
 def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         if name in DATASETS:
             raise ConfigError(f"config: datasets.{name}: {name!r} is built in; choose another name")
         try:
-            describe_data_set(name, config["datasets"][name])
+            make_dataset_metadata(name, config["datasets"][name])
         except ValueError as e:
             raise ConfigError(f"config: datasets.{name}: {e}") from e
     for place in list_config_blocks():
@@ -84,7 +84,7 @@ def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
             describe = (
                 known.describe_data_set
                 if study == config["study"]
-                else known.describe_data_set_by_config
+                else known.describe_data_set_from_config
             )
             try:
                 check_experiment(where, block, values, config, describe)
@@ -103,7 +103,7 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
             "study", config["study"], "is not a study", config["studies"]
         )
     for study, values in config["studies"].items():
-        yield from iter_variant_messages(study, values)
+        yield from iter_variant_error_messages(study, values)
         for experiment, block in values["experiments"].items():
             where = f"studies.{study}.experiments.{experiment}"
             yield from iter_unknown_name_messages(where, block, values, config)

@@ -37,7 +37,7 @@ def check_duplicate_yaml_keys(path: str | Path) -> None:
     """Raise ConfigError if a YAML file has a key twice. YAML readers silently use the last one."""
     import yaml
 
-    def check_keys_below(node: yaml.Node, where: str) -> None:
+    def check_duplicate_keys_in_node(node: yaml.Node, where: str) -> None:
         if isinstance(node, yaml.MappingNode):
             seen: dict[str, int] = {}
             for key, value in node.value:
@@ -49,15 +49,15 @@ def check_duplicate_yaml_keys(path: str | Path) -> None:
                         f"{path}: {key_path} is given twice, in lines {first_line} and {line}; keep one"
                     )
                 seen[str(key.value)] = line
-                check_keys_below(value, key_path)
+                check_duplicate_keys_in_node(value, key_path)
         elif isinstance(node, yaml.SequenceNode):
             for item in node.value:
-                check_keys_below(item, where)
+                check_duplicate_keys_in_node(item, where)
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C loader is ten times as fast
     root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=loader)
     if root is not None:
-        check_keys_below(root, "")
+        check_duplicate_keys_in_node(root, "")
 
 
 def check_value_types(value: Any, path: tuple[str | int, ...]) -> None:

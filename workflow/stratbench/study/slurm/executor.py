@@ -28,7 +28,7 @@ from stratbench.study.slurm.followed import (
 )
 from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import make_job_comment, print_to_stderr
-from stratbench.study.slurm.unstarted_jobs import rule_not_started_reason
+from stratbench.study.slurm.unstarted_jobs import explain_unstarted_rule
 from stratbench.study.slurm.waiting import describe_progress
 from stratbench.study.snakemake_internals import exclude_nodes, extend_executor, fail_job_silently
 
@@ -72,13 +72,13 @@ class JobFollower(RemoteExecutor):
             f.old_output_signatures.setdefault(
                 job_info.job, read_file_signatures(job_info.job.output)
             )
-            f.last_message_s = time.monotonic()
+            f.last_message_at_s = time.monotonic()
             if not (job_info.aux or {}).get("adopted"):
                 f.postponed_jobs.end_pause()
         super().report_job_submission(job_info, register_job=register_job)
 
     def report_job_success(self, job_info: Any) -> None:
-        self._note_job_end(job_info)
+        self._update_run_at_job_end(job_info)
         self.followed.num_succeeded_jobs += 1
         super().report_job_success(job_info)
 
@@ -88,9 +88,9 @@ class JobFollower(RemoteExecutor):
         if job_info.external_jobid is None and (
             reason := submission.parse_sbatch_refusal(msg or "")
         ):
-            if self._postpone_if_temporary(job_info.job, reason):
+            if self._postpone_job_if_refusal_is_temporary(job_info.job, reason):
                 return
-            self._note_job_end(job_info)
+            self._update_run_at_job_end(job_info)
             f.failed_jobs.add(job_info.job)
             first = get_first_output(job_info.job)
             known = reason in f.reported_refusal_reasons
@@ -104,19 +104,19 @@ class JobFollower(RemoteExecutor):
             # Snakemake's own report would print the job's long command line.
             fail_job_silently(self.workflow, job_info.job)
             return
-        self._note_job_end(job_info)
+        self._update_run_at_job_end(job_info)
         f.failed_jobs.add(job_info.job)
         super().report_job_error(job_info, msg=msg, **kwargs)
 
-    def _note_job_end(self, job_info: Any) -> None:
+    def _update_run_at_job_end(self, job_info: Any) -> None:
         f = self.followed
         with f.lock:
-            f.last_message_s = time.monotonic()
+            f.last_message_at_s = time.monotonic()
             f.waiting_jobs.first_output_by_job_id.pop(job_info.external_jobid, None)
             # A user's limit on the number of jobs may now allow another job.
             f.postponed_jobs.next_submission_at_s = 0.0
 
-    def _postpone_if_temporary(self, job: Any, reason: str) -> bool:
+    def _postpone_job_if_refusal_is_temporary(self, job: Any, reason: str) -> bool:
         """Postpone a job that SLURM has rejected for `reason`, if the reason is temporary.
 
         Returns:
@@ -147,7 +147,7 @@ class JobFollower(RemoteExecutor):
             f"{format_help_address('SLURM takes no more jobs of yours')}"
         )
 
-    def _submit_postponed(self) -> None:
+    def _submit_postponed_jobs(self) -> None:
         """Submit the postponed jobs one by one, until SLURM rejects one again."""
         f = self.followed
         while not f.run_is_ending.is_set():
@@ -165,7 +165,7 @@ class JobFollower(RemoteExecutor):
                 with f.lock:
                     f.postponed_jobs.add_refused_job(job, "silence", now)
                 return
-            if not self._adopt_submitted_job(job, states):
+            if not self._follow_already_submitted_job(job, states):
                 super().run_job(job)
                 self._wait_for_submission_report(job)
         else:
@@ -184,7 +184,7 @@ class JobFollower(RemoteExecutor):
                     return
             time.sleep(0.01)
 
-    def _adopt_submitted_job(self, job: Any, states: Mapping[str, JobState]) -> bool:
+    def _follow_already_submitted_job(self, job: Any, states: Mapping[str, JobState]) -> bool:
         """Follow the SLURM job that an earlier, unanswered sbatch has created for `job`, if any.
 
         Returns:
@@ -203,7 +203,7 @@ class JobFollower(RemoteExecutor):
     async def check_active_jobs(self, active_jobs: list[Any]) -> AsyncIterator[Any]:
         """Report jobs that have ended, and yield all others. Yield all while SLURM does not answer."""
         f = self.followed
-        await asyncio.to_thread(self._submit_postponed)
+        await asyncio.to_thread(self._submit_postponed_jobs)
         if not active_jobs and not f.postponed_jobs.jobs:
             self.next_seconds_between_status_checks = FIRST_LOOK_S
             return
@@ -220,7 +220,7 @@ class JobFollower(RemoteExecutor):
         has_ended, live = False, {}
         for info in active_jobs:
             state = states.get(info.external_jobid)
-            reason = self._failure_reason(info, state)
+            reason = self._find_job_failure_reason(info, state)
             if reason is None:
                 live[info.external_jobid] = state or JobState("RUNNING")
                 yield info
@@ -234,7 +234,7 @@ class JobFollower(RemoteExecutor):
                 self._remove_slurm_log(info)
         for sentence in f.waiting_jobs.iter_wait_explanations(live, now):
             f.print_message(sentence)
-        if now - f.last_message_s >= PROGRESS_S:
+        if now - f.last_message_at_s >= PROGRESS_S:
             f.print_message(self._describe_progress(live))
         self._schedule_next_check(has_ended)
 
@@ -247,7 +247,7 @@ class JobFollower(RemoteExecutor):
                 pause_s = min(pause_s, max(until_s, 1.0))
         self.next_seconds_between_status_checks = pause_s
 
-    def _failure_reason(self, info: Any, state: JobState | None) -> str | None:
+    def _find_job_failure_reason(self, info: Any, state: JobState | None) -> str | None:
         """Return why a job has failed. Empty if it succeeded, None if it has not ended."""
         job, word = info.external_jobid, state.state if state else ""
         if state:
@@ -276,7 +276,7 @@ class JobFollower(RemoteExecutor):
             text = f"{word}{where}" + (f": {ENDS[word]}" if word in ENDS else "")
         log = info.aux.get("slurm_logfile") if info.aux else None
         own = [Path(path) for path in getattr(info.job, "log", None) or ()]
-        unstarted = rule_not_started_reason([*own, Path(log)]) if log else None
+        unstarted = explain_unstarted_rule([*own, Path(log)]) if log else None
         return f"SLURM job {job} failed: {text}. " + (f"{unstarted}. " if unstarted else "")
 
     def _has_written_outputs(self, job: Any) -> bool:

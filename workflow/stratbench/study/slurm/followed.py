@@ -52,7 +52,7 @@ class FollowedRun:
         failed_jobs: Snakemake's jobs that have failed.
         slurm_silent_since_s: Monotonic time in seconds since which SLURM has not answered, or None.
         has_reported_silence: Whether a message to the user says that SLURM does not answer.
-        last_message_s: Monotonic time in seconds of the last message to the user.
+        last_message_at_s: Monotonic time in seconds of the last message to the user.
     """
 
     request_text_by_output: Mapping[str, str] = field(default_factory=dict)
@@ -70,10 +70,10 @@ class FollowedRun:
     failed_jobs: set[Any] = field(default_factory=set)
     slurm_silent_since_s: float | None = None
     has_reported_silence: bool = False
-    last_message_s: float = field(default_factory=time.monotonic)
+    last_message_at_s: float = field(default_factory=time.monotonic)
 
     def print_message(self, text: str) -> None:
-        self.last_message_s = time.monotonic()
+        self.last_message_at_s = time.monotonic()
         print_to_stderr(text)
 
 

@@ -92,7 +92,7 @@ def find_refused_cells(
         request = read_submitted_request(resources)
         partition = "*" if in_any_partition else resources.get("slurm_partition")
         is_from_profile = _get_comparable_values(request) != _get_comparable_values(from_config)
-        sentence = nodes.job_too_large_reason(
+        sentence = nodes.explain_oversized_job(
             cell,
             settings,
             request if is_from_profile else from_config,
@@ -101,7 +101,9 @@ def find_refused_cells(
         )
         # An elastic cell also has worker jobs. Their partition may differ, so all nodes count.
         if sentence is None and from_config.worker:
-            sentence = nodes.job_too_large_reason(cell, settings, from_config.worker, cluster_nodes)
+            sentence = nodes.explain_oversized_job(
+                cell, settings, from_config.worker, cluster_nodes
+            )
         if sentence:
             reasons[cell] = sentence
     return reasons

@@ -24,7 +24,7 @@ def make_job_comment(rule: str, wildcards: list[str]) -> str:
     return f"rule_{rule}_wildcards_{'_'.join(wildcards).replace('/', '_')}"
 
 
-def find_live_jobs(directory: Path) -> dict[str, str] | None:
+def find_live_job_comments_by_id(directory: Path) -> dict[str, str] | None:
     """Return the comments of a directory's queued and running jobs, by job id.
 
     Only jobs of the user count. The mapping is empty on a machine without SLURM. The result is None if SLURM
@@ -67,7 +67,7 @@ def wait_for_live_jobs_of_outputs(output_by_comment: Mapping[str, str], director
     """
     waited = False
     while True:
-        jobs = find_live_jobs(directory)
+        jobs = find_live_job_comments_by_id(directory)
         if jobs is None and not waited:
             print_to_stderr("squeue does not answer, so cells of an earlier run may still train")
             return False

@@ -32,7 +32,7 @@ class Node:
         mem_mib: Memory in MiB.
         gpus: Number of GPUs.
         time_limit_minutes: The partition's time limit in minutes, or None without one.
-        gpu_types: Number of GPUs of each type that SLURM has a name for.
+        gpu_counts_by_type: Number of GPUs of each type that SLURM has a name for.
     """
 
     partition: str
@@ -42,11 +42,11 @@ class Node:
     mem_mib: int
     gpus: int
     time_limit_minutes: int | None
-    gpu_types: Mapping[str, int] = field(default_factory=dict)
+    gpu_counts_by_type: Mapping[str, int] = field(default_factory=dict)
 
     def count_gpus(self, gpu_type: str | None) -> int:
         """Return the number of the node's GPUs of a type. The type None means all types."""
-        return self.gpus if gpu_type is None else self.gpu_types.get(gpu_type, 0)
+        return self.gpus if gpu_type is None else self.gpu_counts_by_type.get(gpu_type, 0)
 
     def list_missing_resources(self, request: JobRequest) -> list[str]:
         """Return the resources of which the node has less than requested: gpus, cpus, memory, time."""
@@ -89,7 +89,7 @@ def parse_sinfo(sinfo_output: str) -> list[Node]:
                 mem_mib=int(mem_mib.rstrip("+")),
                 gpus=count_gpus(gres),
                 time_limit_minutes=_parse_time_limit_minutes(limit),
-                gpu_types=count_gpus_by_type(gres),
+                gpu_counts_by_type=count_gpus_by_type(gres),
             )
         )
     return nodes
@@ -120,7 +120,7 @@ def describe_mixed_gpu_types(nodes: Iterable[Node], requests: Iterable[JobReques
         return None
     nodes_of: dict[str, set[str]] = defaultdict(set)
     for node in nodes:
-        for name in node.gpu_types:
+        for name in node.gpu_counts_by_type:
             nodes_of[name].add(node.name)
     if len(nodes_of) < 2:
         return None
@@ -167,7 +167,7 @@ def count_fitting_nodes(request: JobRequest, nodes: Iterable[Node]) -> int:
     return max(able.values(), default=0)
 
 
-def job_too_large_reason(
+def explain_oversized_job(
     cell: Cell,
     settings: Settings,
     request: JobRequest,
@@ -261,7 +261,7 @@ def _iter_remedies(
         if what == "gpus" and (of_type := largest_node.count_gpus(request.gpu_type)):
             yield f"set cluster.gpus_per_node to {of_type}"
         elif what == "gpus" and largest_node.gpus:
-            types = ", ".join(sorted(largest_node.gpu_types)) or "null: SLURM names none"
+            types = ", ".join(sorted(largest_node.gpu_counts_by_type)) or "null: SLURM names none"
             yield f"set cluster.gpu_type to a type of this node ({types})"
         elif what == "gpus":
             yield f"set cluster.request_gpus to false, or {block}.device to cpu"

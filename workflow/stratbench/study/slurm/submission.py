@@ -73,7 +73,7 @@ class Postponed:
     slurm_silent_since_s: float | None = None
     next_submission_at_s: float = 0.0
     reported_refusal_kinds: set[Kind] = field(default_factory=set)
-    _pause_seconds: float = SHORTEST_PAUSE_S
+    _pause_s: float = SHORTEST_PAUSE_S
 
     def is_submission_paused(self, now_s: float) -> bool:
         """Return whether no job may be submitted now, because SLURM has just rejected one."""
@@ -93,8 +93,8 @@ class Postponed:
         elif self.slurm_silent_since_s is None:
             self.slurm_silent_since_s = now_s
         if now_s >= self.next_submission_at_s:
-            self.next_submission_at_s = now_s + self._pause_seconds
-            self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_S)
+            self.next_submission_at_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def has_waited_too_long(self, now_s: float) -> bool:
         """Return whether SLURM has not answered for so long that the postponed jobs fail."""
@@ -104,7 +104,7 @@ class Postponed:
 
     def end_pause(self) -> None:
         """Allow the next submission at once, because SLURM has just accepted a job."""
-        self.next_submission_at_s, self.slurm_silent_since_s, self._pause_seconds = (
+        self.next_submission_at_s, self.slurm_silent_since_s, self._pause_s = (
             0.0,
             None,
             SHORTEST_PAUSE_S,

@@ -14,7 +14,7 @@ _MISSING = re.compile(
 )
 
 
-def rule_not_started_reason(logs: Sequence[Path]) -> str | None:
+def explain_unstarted_rule(logs: Sequence[Path]) -> str | None:
     """Return why a SLURM job ended before its Snakemake rule began. None if the rule began.
 
     The text names the node and the missing path.

@@ -12,7 +12,9 @@ from stratbench.telemetry.machine.foreign_processes import is_mps_server
 from stratbench.telemetry.machine.nvml import Nvml
 
 
-def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[str, Any]:
+def measure_load_of_other_programs(
+    window_s: float = 0.5, nvml: Nvml | None = None
+) -> dict[str, Any]:
     """Measure for `window_s` how much other programs use this machine; return CPU load and processes.
 
     Other programs are all processes except this one, its ancestors and its descendants. The function must be
@@ -24,13 +26,13 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
         than a tenth of a core, the busiest first. `other_gpu_processes`: NVML's numbers of the processes on
         each GPU of the node, if any; they may differ in a container.
     """
-    ours = _list_related_pids()
+    ours = _list_own_process_tree_pids()
     before, total_before = _read_cpu_s_by_pid(), _read_busy_cpu_s()
     begun_s = time.monotonic()
     time.sleep(window_s)
     after, total_after = _read_cpu_s_by_pid(), _read_busy_cpu_s()
     # Processes that this process started during the measurement do not count as other programs either.
-    ours |= _list_related_pids()
+    ours |= _list_own_process_tree_pids()
     elapsed_s = time.monotonic() - begun_s
     cores = {pid: (after[pid] - before.get(pid, 0.0)) / elapsed_s for pid in after}
     own_cores = sum(used for pid, used in cores.items() if pid in ours)
@@ -45,7 +47,7 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
         ],
     }
     foreign_processes = {
-        gpu.index: [p for p in gpu.read_process_memory_bytes() if not is_mps_server(p)]
+        gpu.index: [p for p in gpu.read_memory_bytes_by_pid() if not is_mps_server(p)]
         for gpu in (nvml or Nvml()).list_gpus()
     }
     if any(foreign_processes.values()):
@@ -55,7 +57,7 @@ def measure_other_load(window_s: float = 0.5, nvml: Nvml | None = None) -> dict[
     return facts
 
 
-def _list_related_pids() -> set[int]:
+def _list_own_process_tree_pids() -> set[int]:
     here = psutil.Process()
     relatives = [here, *here.parents(), *here.children(recursive=True)]
     return {process.pid for process in relatives}

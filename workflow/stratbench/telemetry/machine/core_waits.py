@@ -18,7 +18,7 @@ class CoreWaits:
 
     def begin_span(self) -> None:
         """Start a span in which waits for a core are counted. This takes about 15 µs per thread."""
-        self._before = read_core_waits_ns()
+        self._before = read_core_waits_by_thread_ns()
 
     def end_span(self) -> None:
         """End the span in which waits are counted, if one has begun."""
@@ -26,7 +26,7 @@ class CoreWaits:
         if not before:
             return
         self._is_counted = True
-        for thread, waited_ns in read_core_waits_ns().items():
+        for thread, waited_ns in read_core_waits_by_thread_ns().items():
             self._waited_ns[thread] += max(0, waited_ns - before.get(thread, 0))
 
     @property
@@ -38,7 +38,7 @@ class CoreWaits:
         return max(self._waited_ns.values(), default=0) / 1e9 if self._is_counted else None
 
 
-def read_core_waits_ns() -> dict[str, int]:
+def read_core_waits_by_thread_ns() -> dict[str, int]:
     """Return each thread's total wait for a CPU core in nanoseconds, by thread id.
 
     A thread's waits count from its start. The result is empty if the kernel counts none.

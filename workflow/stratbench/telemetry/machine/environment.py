@@ -58,7 +58,7 @@ def is_secret_name(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def is_secret_name_of_number(name: str) -> bool:
+def is_secret_number_name(name: str) -> bool:
     """Return whether a variable with this name is secret although its value is a number.
 
     A number named `api_key` is secret, but a number named `token_dim` is not.

@@ -23,7 +23,7 @@ OTHERS_BYTES = 1 * GIB
 _MPS_SERVERS = ("nvidia-cuda-mps-server",)
 
 
-def identify_gpu(nvml: Nvml, name: str) -> dict[str, Any]:
+def find_gpu_index_and_uuid(nvml: Nvml, name: str) -> dict[str, Any]:
     """Return the index and UUID of a GPU by its name in CUDA_VISIBLE_DEVICES.
 
     The keys are `index` and `uuid`, or only `name` if NVML does not know the GPU.
@@ -96,7 +96,7 @@ class ForeignProcessWatch:
         """
         known = len(self._found)
         for gpu in self._gpus:
-            held_bytes = gpu.read_process_memory_bytes()
+            held_bytes = gpu.read_memory_bytes_by_pid()
             for pid in held_bytes.keys() - self._foreign.keys():
                 self._foreign[pid] = is_foreign_process(pid, self._agent_pid)
             if not any(self._foreign[pid] is False for pid in held_bytes):
@@ -135,7 +135,7 @@ def find_other_gpu_users(
         `processes`: foreign processes with their bytes. `others_bytes`: the memory in use without the
         worker's own, or None if unknown.
     """
-    held_bytes = gpu.read_process_memory_bytes()
+    held_bytes = gpu.read_memory_bytes_by_pid()
     own_bytes = held_bytes.get(own_pid)
     foreign_processes = {}
     # If NVML does not list this worker, NVML's process ids are not this node's (as in a container).
@@ -143,7 +143,7 @@ def find_other_gpu_users(
         foreign_processes = {
             p: n for p, n in held_bytes.items() if is_foreign_process(p, ancestor_pid)
         }
-    used_bytes = gpu.read_used_bytes()
+    used_bytes = gpu.read_used_memory_bytes()
     if own_bytes is None:
         own_bytes = 0 if allocated_bytes is None else allocated_bytes + OTHERS_BYTES
     others_bytes = None if used_bytes is None else max(0, used_bytes - own_bytes)

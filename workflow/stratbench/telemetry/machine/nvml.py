@@ -119,7 +119,7 @@ class Nvml:
             cuda_driver_version=cuda and f"{cuda // 1000}.{cuda % 1000 // 10}",
         )
 
-    def list_gpu_pair_paths(self) -> list[dict[str, Any]]:
+    def list_gpu_pair_pcie_paths(self) -> list[dict[str, Any]]:
         """Return the PCI path of each pair of GPUs, as `{"gpus": [0, 1], "path": "PIX"}`.
 
         The paths have the names of `nvidia-smi topo -m`. `Gpu.read_identity_and_settings()` has the NVLinks.
@@ -162,7 +162,7 @@ class Gpu:
         GPUs), `energy_j` (cumulative since the driver was loaded), `temperature_c`, `sm_clock_mhz`,
         `mem_clock_mhz`, `throttle` (names joined by `;`, empty if nothing limits the clocks),
         `nvlink_tx_bytes`, `nvlink_rx_bytes`, `pcie_tx_bytes`, `pcie_rx_bytes` (cumulative; present if they
-        are 64-bit counters, otherwise see `measure_pcie_rates`).
+        are 64-bit counters, otherwise see `measure_pcie_bytes_per_s`).
         """
         # Power and energy are not read for a MIG instance: NVML may return those of the whole GPU.
         whole = self.index is not None
@@ -172,7 +172,7 @@ class Gpu:
         return self._read_traffic_counters() | _drop_none_values(
             gpu_util_pct=getattr(utilisation, "gpu", None),
             mem_bus_util_pct=getattr(utilisation, "memory", None),
-            mem_used_bytes=self.read_used_bytes(),
+            mem_used_bytes=self.read_used_memory_bytes(),
             power_w=_scale_unless_none(power_mw, 1e-3),
             energy_j=_scale_unless_none(energy_mj, 1e-3),
             temperature_c=self._call_function("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
@@ -181,7 +181,7 @@ class Gpu:
             throttle=self._list_throttle_reasons(),
         )
 
-    def measure_pcie_rates(self) -> dict[str, int]:
+    def measure_pcie_bytes_per_s(self) -> dict[str, int]:
         """Measure the bytes per second that the GPU sends and receives over PCIe.
 
         Each of the two measurements takes 20 ms.
@@ -232,11 +232,11 @@ class Gpu:
             nvlinks_active=self._count_active_nvlinks(),
         )
 
-    def read_used_bytes(self) -> int | None:
+    def read_used_memory_bytes(self) -> int | None:
         """Return the bytes of memory that all processes together use on the whole device."""
         return getattr(self._read_memory_info(), "used", None)
 
-    def read_process_used_bytes(self) -> int | None:
+    def read_own_process_memory_bytes(self) -> int | None:
         """Return the bytes of GPU memory that this process uses.
 
         The result is None if NVML does not know the id of this process, as within a container.
@@ -247,7 +247,7 @@ class Gpu:
                 return process.usedGpuMemory
         return None
 
-    def read_process_memory_bytes(self) -> dict[int, int | None]:
+    def read_memory_bytes_by_pid(self) -> dict[int, int | None]:
         """Return, by process id, the bytes of GPU memory of each computing process.
 
         A program that also draws, as a desktop does, is left out. A process has None if its memory is

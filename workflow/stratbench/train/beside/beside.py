@@ -38,7 +38,9 @@ class Beside:
         self.job, self.strategy, self.data = job, strategy, data
         self.worker, self.phases = worker, phases
 
-    def restore_start(self, clock: StepClock, epochs: list[dict[str, Any]]) -> TrainingStart:
+    def restore_training_start(
+        self, clock: StepClock, epochs: list[dict[str, Any]]
+    ) -> TrainingStart:
         """Restore the state of an interrupted training after warm-up; return where training begins.
 
         Args:
@@ -47,7 +49,7 @@ class Beside:
         """
         return TrainingStart()
 
-    def find_next_stop(self) -> int | None:
+    def find_next_clock_stop_step(self) -> int | None:
         """Return the step number after which this activity needs the clock to stop. None if never."""
         return None
 

@@ -66,7 +66,7 @@ def write_worker_pauses(
                 "asleep_s": pause.asleep_s,
             }
             for pause in iter_worker_pauses(
-                watch.pauses, job.folder.get_samples_path(node), job.origin_s
+                watch.pauses, job.folder.get_timeline_samples_path(node), job.origin_s
             )
         ),
     ]

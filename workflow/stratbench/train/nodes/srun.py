@@ -29,7 +29,7 @@ def read_slurm_job_facts() -> dict[str, str]:
     return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
 
-def read_slurm_job_size() -> tuple[int, int]:
+def read_slurm_node_and_core_counts() -> tuple[int, int]:
     """Return this SLURM job's number of nodes, and of cores per node. (1, 1) outside of SLURM."""
     facts = read_slurm_job_facts()
     nodes, cpus = (int(facts.get(key, "1").partition("-")[0]) for key in ("NumNodes", "NumCPUs"))

@@ -63,7 +63,7 @@ class Runner:
         """Reserve the cell's GPUs on this node in this context. Yield whether the cell trains on GPUs."""
         return gpu_locks.reserve_cell_gpus(s, args.nodes)
 
-    def count_threads(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
+    def count_threads_per_worker(self, s: Settings, workers: int, args: argparse.Namespace) -> int:
         """Return the number of CPU threads per worker on a node.
 
         Args:

@@ -14,7 +14,7 @@ def summarize_collective_run(workers: list[dict[str, Any]], mesh: Mesh) -> dict[
     samples, which count once.
     """
     first = min(workers, key=lambda w: w["rank"])
-    each = [w for w in workers if mesh.reports_for_replica(w["rank"])]
+    each = [w for w in workers if mesh.reports_replica_results(w["rank"])]
     updates = first["strategy"]["updates_applied"]
     return {
         "train_time_s": max(w["train_time_s"] for w in workers),

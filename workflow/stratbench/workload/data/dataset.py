@@ -78,7 +78,7 @@ class Dataset:
         )
 
     @property
-    def target_type_and_shape(self) -> tuple[str, tuple[int, ...]]:
+    def target_dtype_name_and_shape(self) -> tuple[str, tuple[int, ...]]:
         """Data type and shape in which the target of one sample is stored."""
         shape = self.shape or ()
         if self.values:

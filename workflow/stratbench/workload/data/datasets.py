@@ -24,7 +24,7 @@ GENERATORS: dict[str, Generator] = {
         generated.generate_markov_text,
         {"train_samples": 4096, "test_samples": 512, "vocabulary": 64, "sequence": 64, "seed": 0},
         shape_keys=("sequence",),
-        classes_key="vocabulary",
+        class_count_key="vocabulary",
     ),
     **import_named_additions("generators"),
 }
@@ -35,7 +35,7 @@ SPECS: dict[str, Mapping[str, int]] = {
 }
 
 
-def describe_data_set(
+def make_dataset_metadata(
     name: str,
     spec: Mapping[str, Any] | None = None,
     prepared: Mapping[str, Any] | None = None,
@@ -62,9 +62,9 @@ def describe_data_set(
             f"data set {name!r}: is built in and takes no specification; choose another name for yours"
         )
     if is_own_data_set(spec):
-        return _describe_own_data_set(name, spec, prepared or {})
+        return _make_own_dataset_metadata(name, spec, prepared or {})
     source, values = _read_source_and_values(name, spec)
-    return _describe_data_set_of_source(source, values)
+    return _make_dataset_metadata_from_source(source, values)
 
 
 def compute_data_identity(
@@ -79,7 +79,7 @@ def compute_data_identity(
     Raises:
         DataError: If the name or the specification is invalid.
     """
-    describe_data_set(name, spec)
+    make_dataset_metadata(name, spec)
     spec = {"source": name} if spec is None else spec
     if spec["source"] not in SPECS:
         return None
@@ -87,7 +87,7 @@ def compute_data_identity(
     return {"source": source} | values
 
 
-def _describe_own_data_set(
+def _make_own_dataset_metadata(
     name: str, spec: Mapping[str, Any], prepared_meta: Mapping[str, Any]
 ) -> Dataset:
     own = read_own_data_specification(name, spec)
@@ -134,7 +134,7 @@ def _read_source_and_values(name: str, spec: Mapping[str, Any]) -> tuple[str, di
     return source, {**SPECS[source], **values}
 
 
-def _describe_tinyshakespeare(values: Mapping[str, int]) -> Dataset:
+def _make_tinyshakespeare_metadata(values: Mapping[str, int]) -> Dataset:
     length = values["sequence"]
     shortest = min(sources.SHAKESPEARE_TOKENS)
     if length >= shortest:
@@ -153,11 +153,11 @@ def _describe_tinyshakespeare(values: Mapping[str, int]) -> Dataset:
     )
 
 
-def _describe_data_set_of_source(source: str, values: Mapping[str, int]) -> Dataset:
+def _make_dataset_metadata_from_source(source: str, values: Mapping[str, int]) -> Dataset:
     return (
-        GENERATORS[source].describe_data_set(values)
+        GENERATORS[source].make_generated_dataset_metadata(values)
         if source in GENERATORS
-        else _describe_tinyshakespeare(values)
+        else _make_tinyshakespeare_metadata(values)
     )
 
 
@@ -167,4 +167,7 @@ DATASETS: dict[str, Dataset] = {
     "cifar10": Dataset(
         (3, 32, 32), 10, 50_000, 10_000, sources.load_cifar10, crop_padding=4, has_random_flips=True
     ),
-} | {source: _describe_data_set_of_source(source, defaults) for source, defaults in SPECS.items()}
+} | {
+    source: _make_dataset_metadata_from_source(source, defaults)
+    for source, defaults in SPECS.items()
+}

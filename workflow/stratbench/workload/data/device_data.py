@@ -64,7 +64,7 @@ class EpochTables(NamedTuple):
         return EpochTables(self.order.to(device).long(), whole)
 
 
-def compute_packed_table_bytes(data: Dataset, augment: bool) -> int:
+def compute_epoch_tables_bytes(data: Dataset, augment: bool) -> int:
     """Return the memory in bytes of one epoch's order and augmentation in packed form.
 
     The order takes 4 bytes per training sample, and the augmentation 3.

@@ -36,7 +36,7 @@ class Generator:
     #: Config keys whose values are the shape of a sample.
     shape_keys: tuple[str, ...]
     #: Config key of the number of classes, or of different tokens.
-    classes_key: str = "classes"
+    class_count_key: str = "classes"
     #: Config key of the number of different tokens, for texts with one label each.
     vocabulary_key: str | None = None
     #: Name of the task, if the shape of a sample does not determine it.
@@ -45,7 +45,7 @@ class Generator:
     #: Returns the minimum values by config key, given the config values.
     list_min_values: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda values: {}
 
-    def describe_data_set(self, values: Mapping[str, int]) -> Dataset:
+    def make_generated_dataset_metadata(self, values: Mapping[str, int]) -> Dataset:
         """Return the metadata of the data set that these config values describe.
 
         Raises:
@@ -58,7 +58,7 @@ class Generator:
                 )
         return Dataset(
             shape=tuple(values[key] for key in self.shape_keys),
-            classes=values[self.classes_key],
+            classes=values[self.class_count_key],
             train_samples=values["train_samples"],
             test_samples=values["test_samples"],
             open_source=lambda root, downloads: self.make_source(**values),

@@ -210,7 +210,7 @@ def _find_data_paths(
         value = paths_by_key.get(key)
         if value is None:
             continue
-        locations[key] = [Path(p).expanduser() for p in _list_paths(value)]
+        locations[key] = [Path(p).expanduser() for p in _make_path_list(value)]
         for place in locations[key]:
             is_there, what = (
                 (place.is_dir(), "folder")
@@ -224,7 +224,7 @@ def _find_data_paths(
     return locations
 
 
-def _list_paths(paths: str | list[str]) -> list[str]:
+def _make_path_list(paths: str | list[str]) -> list[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
@@ -233,7 +233,7 @@ def format_data_paths_for_jobs(datasets: Mapping[str, Mapping[str, Any]]) -> str
     locations = {}
     for name, spec in datasets.items():
         places = {
-            key: [str(Path(p).expanduser().absolute()) for p in _list_paths(spec[key])]
+            key: [str(Path(p).expanduser().absolute()) for p in _make_path_list(spec[key])]
             for key in PLACES
             if spec.get(key)
         }

@@ -18,7 +18,7 @@ from stratbench.cell.locks import create_temporary_locked_folder
 from stratbench.workload import users_code
 from stratbench.workload.data import own_data, prepared, sources
 from stratbench.workload.data.dataset import Dataset, get_sample_kind
-from stratbench.workload.data.datasets import DATASETS, compute_data_identity, describe_data_set
+from stratbench.workload.data.datasets import DATASETS, compute_data_identity, make_dataset_metadata
 from stratbench.workload.data.sources import DataError, Source
 
 
@@ -49,7 +49,7 @@ def prepare_data_set(
         return _prepare_own_data_set(
             own_data.read_own_data_specification_in_job(name, spec), Path(out_dir), spec
         )
-    facts = describe_data_set(name, spec)
+    facts = make_dataset_metadata(name, spec)
     request = {
         "format": prepared.FORMAT,
         "name": name,

@@ -90,7 +90,7 @@ def write_data_set(
             np.lib.format.open_memmap(folder / f"{split}_{name}.npy", "w+", dtype, (samples, *one))
             for name, (dtype, one) in {
                 "inputs": (value, shape),
-                "targets": dataset.target_type_and_shape,
+                "targets": dataset.target_dtype_name_and_shape,
             }.items()
         )
         start = 0
@@ -131,7 +131,7 @@ def write_data_set(
         "generated": source.generated,
         "sources": source.files,
         "sha256": _hash_arrays(folder),
-        "arrays": {array: _get_file_size_and_time(folder, array) for array in ARRAYS},
+        "arrays": {array: _get_file_bytes_and_mtime_ns(folder, array) for array in ARRAYS},
     }
     path = folder / format_meta_file_name(requested_metadata["spec"])
     path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
@@ -190,7 +190,7 @@ class _FloatMoments:
         return {"mean": self._mean.tolist(), "std": np.sqrt(self._squares / self._n).tolist()}
 
 
-def _get_file_size_and_time(folder: Path, array_name: str) -> list[int]:
+def _get_file_bytes_and_mtime_ns(folder: Path, array_name: str) -> list[int]:
     """Return the size in bytes and the modification time in ns of an array's file.
 
     Raises:
@@ -208,7 +208,7 @@ def _hash_arrays(folder: Path) -> str:
     digest = hashlib.sha256()
     for array in ARRAYS:
         # This call raises DataError for a FIFO, because reading it would wait forever.
-        _get_file_size_and_time(folder, array)
+        _get_file_bytes_and_mtime_ns(folder, array)
         with (folder / f"{array}.npy").open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -304,7 +304,7 @@ def read_verified_metadata(folder: Path) -> Metadata:
     """
     try:
         meta = _read_metadata_file(folder)
-        now = {array: _get_file_size_and_time(folder, array) for array in ARRAYS}
+        now = {array: _get_file_bytes_and_mtime_ns(folder, array) for array in ARRAYS}
         recorded = meta.get("arrays", {})
         changed = [array for array in ARRAYS if now[array] != recorded.get(array)]
         if changed and _hash_arrays(folder) != meta["sha256"]:
@@ -338,7 +338,7 @@ def read_data_set(folder: Path) -> tuple[Metadata, ArraysByName]:
     try:
         meta = _read_metadata_file(folder)
         for array in ARRAYS:
-            _get_file_size_and_time(folder, array)
+            _get_file_bytes_and_mtime_ns(folder, array)
         # Copy-on-write mapping ("c") gives PyTorch writable arrays, and never changes the files.
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="c") for name in ARRAYS}
         for split in ("train", "test"):

@@ -68,7 +68,7 @@ class Attributes:
             or saved.differs_from(current_attributes[key])
         )
 
-    def restore_plain_attributes(self) -> None:
+    def restore_user_attributes(self) -> None:
         """Restore each attribute to the object that was copied, and the content of this object."""
         for prefix, (module, own) in self._modules.items():
             for key in [
@@ -244,7 +244,7 @@ class Changes(TorchDispatchMode):
                     tensor.copy_(before)
                     self._buffers[i] = (module, key, name, tensor, before, get_write_count(tensor))
         if other_state:
-            self._attributes.restore_plain_attributes()
+            self._attributes.restore_user_attributes()
 
 
 def _iter_tensors_written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

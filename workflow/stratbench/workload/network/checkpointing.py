@@ -49,7 +49,9 @@ def select_checkpointed_blocks(
     return blocks[int(every) - 1 :: int(every)] if every else blocks
 
 
-def checkpoint_blocks(shard_groups: ShardGroups, checkpointing_mode: bool | str = True) -> int:
+def checkpoint_and_count_blocks(
+    shard_groups: ShardGroups, checkpointing_mode: bool | str = True
+) -> int:
     """Enable activation checkpointing in blocks of a model, and return the number of these blocks.
 
     The `forward` of each block is replaced, so that names of parameters and hooks of modules, such as FSDP's,
@@ -72,7 +74,7 @@ def checkpoint_blocks(shard_groups: ShardGroups, checkpointing_mode: bool | str 
 
 def call_with_recomputation(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function such that backward recomputes its activations instead of storing them."""
-    contexts = partial(_make_checkpoint_contexts, [], False)
+    contexts = partial(_make_forward_and_recompute_contexts, [], False)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
@@ -85,7 +87,7 @@ def _call_forward_checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    contexts = partial(_make_checkpoint_contexts, norms, is_selective)
+    contexts = partial(_make_forward_and_recompute_contexts, norms, is_selective)
     if torch.compiler.is_compiling():
         # Compiled code does not update buffers in the recomputation, and does not support `_Recomputing`.
         if not is_selective:
@@ -98,7 +100,7 @@ def _call_forward_checkpointed(
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _make_checkpoint_contexts(
+def _make_forward_and_recompute_contexts(
     norms: list[BatchNorm], is_selective: bool
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the context managers for a checkpointed block's forward and for its recomputation."""
@@ -117,7 +119,9 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
     """
     products = {False: 0, True: 0}
 
-    def decide_storage(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def choose_checkpoint_policy(
+        context: Any, operator: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
         keeps = operator in KEPT_BY_SELECTIVE and not _is_attention_with_dropout(
             operator, args, kwargs
         )
@@ -126,7 +130,7 @@ def _make_selective_policy() -> Callable[..., CheckpointPolicy]:
             keeps = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return decide_storage
+    return choose_checkpoint_policy
 
 
 def _is_attention_with_dropout(operator: Any, args: Any, kwargs: Any) -> bool:

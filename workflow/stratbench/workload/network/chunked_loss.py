@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from stratbench.workload.generators import restore_random_generators
+from stratbench.workload.generators import preserve_random_generators
 from stratbench.workload.network.changes import Changes
 from stratbench.workload.network.checkpointing import call_with_recomputation
 from stratbench.workload.users_code import Refused
@@ -86,7 +86,7 @@ def find_output_layer(model: nn.Module, tokens: Tensor) -> nn.Linear:
         for module in model.modules()
         if isinstance(module, nn.Linear)
     ]
-    with restore_random_generators(tokens.device), Changes(model) as changes:
+    with preserve_random_generators(tokens.device), Changes(model) as changes:
         try:
             with torch.no_grad():
                 scores = model.eval()(tokens)

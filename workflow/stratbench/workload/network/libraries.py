@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from stratbench.cell.extensions import import_attribute, load_extensions
 from stratbench.cell.text.words import format_wrong_value
-from stratbench.workload.users_code import Unsuitable, get_top_level_module
+from stratbench.workload.users_code import Unsuitable, get_top_level_module_name
 
 #: Libraries of models. An entry of `models` names a model by the key of its library.
 LIBRARIES = ("transformers", "timm")
@@ -31,7 +31,9 @@ class Library:
     #: Module of the extension that builds the library's models, or None if only the package is needed.
     built_by: ClassVar[str | None] = None
 
-    def make_call(self, model_entry: Mapping[str, Any], hash_cache: Path) -> dict[str, Any]:
+    def make_builder_call_entry(
+        self, model_entry: Mapping[str, Any], hash_cache: Path
+    ) -> dict[str, Any]:
         """Return the call that builds the model of an entry of `models`, with its arguments.
 
         The result also has what the library declares on dividing the model.
@@ -53,11 +55,11 @@ class Library:
         """Return why a call cannot build a model, according to the package's files. None if it can."""
         return None
 
-    def list_further_packages(self, model_entry: Mapping[str, Any]) -> list[str]:
+    def list_additional_packages_for_call(self, model_entry: Mapping[str, Any]) -> list[str]:
         """Return the packages that a call needs in addition to the package that it names."""
         return []
 
-    def list_head_tasks(self, call: str) -> tuple[str, ...]:
+    def list_tasks_of_model_class(self, call: str) -> tuple[str, ...]:
         """Return the names of the tasks that the model class of a call is for."""
         return ()
 
@@ -69,7 +71,7 @@ class Library:
         """
         return None
 
-    def get_entry_vocabulary(self, model_entry: Mapping[str, Any]) -> int | None:
+    def get_entry_vocabulary_size(self, model_entry: Mapping[str, Any]) -> int | None:
         """Return the vocabulary size that an entry states, or None if the data determine it."""
         return None
 
@@ -77,7 +79,7 @@ class Library:
         """Return the function that builds a model. It follows from the called class or function."""
         return called_object
 
-    def list_data_arguments(
+    def collect_data_arguments(
         self, kwargs: Mapping[str, Any], data_values: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return arguments that follow from the data set, for a class or function with `**kwargs`.
@@ -91,7 +93,7 @@ class Library:
 
 def find_library_of_call(call: str) -> Library:
     """Return the interface to the library that a call names. For other packages, this is the base class."""
-    package = get_top_level_module(call)
+    package = get_top_level_module_name(call)
     names = (e.libraries[package] for e in load_extensions().values() if package in e.libraries)
     return import_attribute(next(names, f"{__name__}:Library"))()
 
@@ -135,9 +137,9 @@ def convert_entry_to_call(model_entry: Mapping[str, Any], hash_cache: Path) -> d
     if model_entry["kwargs"]:
         raise ValueError(f".kwargs: is only for models with `call`; with `{kind}` write arguments")
     declared = ("wrap_classes", "tensor_plan", "num_heads", "pipeline_modules")
-    return {key: model_entry[key] for key in declared} | find_library_of_call(kind).make_call(
-        model_entry, hash_cache
-    )
+    return {key: model_entry[key] for key in declared} | find_library_of_call(
+        kind
+    ).make_builder_call_entry(model_entry, hash_cache)
 
 
 def raise_unbuildable_model() -> None:

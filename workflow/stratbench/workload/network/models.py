@@ -39,12 +39,12 @@ def _get_model_name(model_or_name: str | Model) -> str:
     return model_or_name if isinstance(model_or_name, str) else model_or_name.own_model.name
 
 
-def get_model(settings: Settings) -> str | Model:
+def get_model_or_name(settings: Settings) -> str | Model:
     """Return the model of a cell. It is the name of a built-in model, or the metadata of a user's model."""
-    return make_model_metadata(settings.model, settings.own_model)
+    return make_metadata_or_keep_name(settings.model, settings.own_model)
 
 
-def make_model_metadata(name: str, spec: Mapping[str, Any] | None) -> str | Model:
+def make_metadata_or_keep_name(name: str, spec: Mapping[str, Any] | None) -> str | Model:
     """Return a built-in model's name, or the metadata of a model that a user specifies.
 
     Args:
@@ -238,12 +238,12 @@ def build_model_for_training(
     model.train()
     if checkpointing_mode:
         from stratbench.workload.network.checkpointing import (
-            checkpoint_blocks,
+            checkpoint_and_count_blocks,
             list_checkpointable_blocks,
         )
 
         groups = list_shard_groups(model_or_name, model)
-        if not checkpoint_blocks(groups, checkpointing_mode):
+        if not checkpoint_and_count_blocks(groups, checkpointing_mode):
             count = len(list_checkpointable_blocks(groups))
             too_few = (
                 f"activation_checkpointing = {checkpointing_mode!r}: it has only {count} blocks; "

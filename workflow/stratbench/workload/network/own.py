@@ -168,8 +168,8 @@ def collect_call_arguments(
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         if not takes.intersection(ROLES["classes"] + ROLES["vocabulary"]):
             filled.setdefault("num_classes", classes)
-        filled |= find_library_of_call(own_model.call).list_data_arguments(kwargs, facts)
-    return filled | _list_further_torchvision_arguments(own_model, shape) | kwargs
+        filled |= find_library_of_call(own_model.call).collect_data_arguments(kwargs, facts)
+    return filled | _collect_more_torchvision_arguments(own_model, shape) | kwargs
 
 
 def _get_model_builder(own_model: OwnModel) -> Callable[..., Any]:
@@ -184,7 +184,7 @@ def _get_model_builder(own_model: OwnModel) -> Callable[..., Any]:
     return library.find_builder(import_user_callable(own_model))
 
 
-def _list_further_torchvision_arguments(
+def _collect_more_torchvision_arguments(
     own_model: OwnModel, shape: Sequence[int]
 ) -> dict[str, Any]:
     """Return the additional arguments that some of torchvision's models need."""
@@ -238,7 +238,7 @@ def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> 
         raise ModelError(
             f"{own_model}: has no parameter to train; set requires_grad of some parameters"
         )
-    if both := _find_tensors_in_same_memory(made):
+    if both := _find_tensor_names_in_same_memory(made):
         raise ModelError(
             f"{own_model}: {both[0]} and {both[1]} are different tensors in the same memory, which "
             "strategies would separate; assign the parameter itself (again.weight = first.weight)"
@@ -246,7 +246,7 @@ def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> 
     return made
 
 
-def _find_tensors_in_same_memory(model: nn.Module) -> tuple[str, str] | None:
+def _find_tensor_names_in_same_memory(model: nn.Module) -> tuple[str, str] | None:
     """Return the names of two different tensors of a model that share memory.
 
     The first is a parameter, and the other is a parameter or a buffer. The result is None without such a

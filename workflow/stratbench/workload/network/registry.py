@@ -47,7 +47,7 @@ class Model:
         patch_size: Number of pixels of which each side of an image is a multiple.
         own_model: Specification of a user's model that is not in MODELS.
         num_heads: Number of attention heads, if its layers can be divided among workers.
-        max_stages: Maximum number of pipeline stages into which the model can be cut.
+        max_pipeline_stages: Maximum number of pipeline stages into which the model can be cut.
     """
 
     family: str
@@ -57,7 +57,7 @@ class Model:
     patch_size: int = 1
     own_model: OwnModel | None = None
     num_heads: int | None = None
-    max_stages: int | None = None
+    max_pipeline_stages: int | None = None
 
     @property
     def batchnorm(self) -> bool | None:
@@ -113,28 +113,28 @@ FAMILIES: dict[str, Family] = {
 }
 
 MODELS: dict[str, Model] = {
-    "vgg16": Model("vgg", 138_357_544, 32, max_stages=8),
+    "vgg16": Model("vgg", 138_357_544, 32, max_pipeline_stages=8),
     "efficientnet_v2_l": Model("efficientnet", 118_515_272, 32),
     "convnext_large": Model("convnext", 197_767_336, 32),
     "resnet50": Model("resnet", 25_557_032, 32),
     "densenet121": Model("densenet", 7_978_856, 32),
-    "vit_b_16": Model("vit", 86_567_656, 32, patch_size=16, num_heads=12, max_stages=14),
+    "vit_b_16": Model("vit", 86_567_656, 32, patch_size=16, num_heads=12, max_pipeline_stages=14),
     "gpt-char": Model(
         "gpt",
         10_770_816,
         builder_path="stratbench.workload.network.gpt:build_character_gpt",
         num_heads=6,
-        max_stages=8,
+        max_pipeline_stages=8,
     ),
     "gpt2-small": Model(
         "gpt",
         124_439_808,
         builder_path="stratbench.workload.network.gpt:build_gpt2_small",
         num_heads=12,
-        max_stages=14,
+        max_pipeline_stages=14,
     ),
     "vgg-compact": Model(
-        "vgg", 645_704, 16, "stratbench.workload.network.compact:build_vgg", max_stages=6
+        "vgg", 645_704, 16, "stratbench.workload.network.compact:build_vgg", max_pipeline_stages=6
     ),
     "efficientnet-compact": Model(
         "efficientnet", 393_792, 16, "stratbench.workload.network.compact:build_efficientnet"
@@ -155,14 +155,14 @@ MODELS: dict[str, Model] = {
         "stratbench.workload.network.compact:build_vit",
         patch_size=4,
         num_heads=4,
-        max_stages=6,
+        max_pipeline_stages=6,
     ),
     "gpt-compact": Model(
         "gpt",
         809_856,
         builder_path="stratbench.workload.network.gpt:build_compact_gpt",
         num_heads=4,
-        max_stages=6,
+        max_pipeline_stages=6,
     ),
 }
 

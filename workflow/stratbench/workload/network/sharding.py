@@ -79,7 +79,7 @@ def group_modules_by_class(
     return [
         (label, modules)
         for label, modules in groups
-        if _share_no_parameter_outside(modules, owners)
+        if _are_parameters_exclusive_to_modules(modules, owners)
     ]
 
 
@@ -96,14 +96,14 @@ def group_modules_by_size(model: nn.Module) -> ShardGroups:
     owners = _find_parameter_owners(model)
     groups: ShardGroups = []
 
-    def add_waiting_group(waiting_modules: list[tuple[str, nn.Module]]) -> None:
+    def add_group_of_collected_modules(waiting_modules: list[tuple[str, nn.Module]]) -> None:
         if waiting_modules:
             groups.append((waiting_modules[0][0], [m for _, m in waiting_modules]))
             waiting_modules.clear()
 
     def divide_module(prefix: str, parent: nn.Module) -> None:
         waiting: list[tuple[str, nn.Module]] = []
-        read = _find_children_with_read_weights(type(parent))
+        read = _find_children_whose_weights_are_read(type(parent))
         for name, module in parent.named_children():
             label = prefix + name
             if (
@@ -120,14 +120,14 @@ def group_modules_by_size(model: nn.Module) -> ShardGroups:
             if isinstance(module, _HOLDERS) or (
                 _count_parameters([module]) > limit and _is_divisible_module(module)
             ):
-                add_waiting_group(waiting)
+                add_group_of_collected_modules(waiting)
                 divide_module(f"{label}.", module)
-            elif _share_no_parameter_outside([module], owners):
+            elif _are_parameters_exclusive_to_modules([module], owners):
                 waiting.append((label, module))
                 if _count_parameters([m for _, m in waiting]) >= limit:
-                    add_waiting_group(waiting)
+                    add_group_of_collected_modules(waiting)
             seen.update(id(m) for m in module.modules())
-        add_waiting_group(waiting)
+        add_group_of_collected_modules(waiting)
 
     seen: set[int] = set()
     divide_module("", model)
@@ -141,7 +141,7 @@ def _is_divisible_module(module: nn.Module) -> bool:
 
 
 @cache
-def _find_children_with_read_weights(module_class: type[nn.Module]) -> frozenset[str]:
+def _find_children_whose_weights_are_read(module_class: type[nn.Module]) -> frozenset[str]:
     """Return the names of the children whose weights a module class uses without calling them."""
     names: set[str] = set()
     for name, method in inspect.getmembers(module_class, inspect.isfunction):
@@ -170,7 +170,7 @@ def _find_parameter_owners(model: nn.Module) -> dict[nn.Parameter, set[nn.Module
     return owners
 
 
-def _share_no_parameter_outside(
+def _are_parameters_exclusive_to_modules(
     modules: list[nn.Module], owners: Mapping[nn.Parameter, set[nn.Module]]
 ) -> bool:
     """Return whether the given modules have parameters, and share none with other modules.

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from stratbench.workload.generators import (
     Generators,
-    restore_random_generators,
+    preserve_random_generators,
     seed_random_generators,
 )
 from stratbench.workload.network.changes import Changes
@@ -135,7 +135,7 @@ class Trial:
         )
 
     @property
-    def names_sometimes_without_gradient(self) -> tuple[str, ...]:
+    def names_without_gradient_in_some_steps(self) -> tuple[str, ...]:
         """Names of parameters and modules that get a gradient in some steps only."""
         return (
             self.randomly_called_modules
@@ -182,7 +182,7 @@ def run_trial_steps(
     Raises:
         ModelError: If the model does not return a tensor of this shape, or if forward or backward fails.
     """
-    with restore_random_generators(x.device), Changes(model) as changes:
+    with preserve_random_generators(x.device), Changes(model) as changes:
         try:
             return _TrialRun(
                 label, model, x, y, list(output_shape), shard_groups, classes, changes
@@ -293,7 +293,7 @@ class _TrialRun:
         modes = [(m, m.training) for m in self.model.modules()]
         self.model.eval()
         try:
-            with restore_random_generators(self.x.device), torch.no_grad():
+            with preserve_random_generators(self.x.device), torch.no_grad():
                 seed_random_generators(0)
                 return self.compute_checked_scores(self.x)
         finally:

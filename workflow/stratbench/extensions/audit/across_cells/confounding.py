@@ -127,25 +127,25 @@ def find_strategies_trained_at_another_time(evidence: AuditData) -> Iterator[Cas
     """
     yield from (
         (entry.group, entry.run_order)
-        for entry in list_groups_not_alternated(evidence)
+        for entry in list_groups_run_without_alternation(evidence)
         if entry.order_may_matter
     )
 
 
 @rule("not-in-turns", "note", "time")
-def find_strategies_not_alternated(evidence: AuditData) -> Iterator[Case]:
+def find_strategies_run_without_alternation(evidence: AuditData) -> Iterator[Case]:
     """The strategy did not alternate with most strategies that are about as fast, for example because a
     scheduler fills gaps with small jobs. There is no sign that the machine changed meanwhile.
     """
     yield from (
         (entry.group, entry.run_order)
-        for entry in list_groups_not_alternated(evidence)
+        for entry in list_groups_run_without_alternation(evidence)
         if not entry.order_may_matter
     )
 
 
 @lru_cache(maxsize=1)
-def list_groups_not_alternated(evidence: AuditData) -> list[UnalternatedGroup]:
+def list_groups_run_without_alternation(evidence: AuditData) -> list[UnalternatedGroup]:
     """Return the groups whose runs did not alternate in time with those of most rivals."""
     groups, drifting = [], describe_trends_by_experiment(evidence)
     timed = {

@@ -153,8 +153,8 @@ def find_foreign_processes_on_gpu(facts: Facts) -> Iterator[str]:
     cell down.
     """
     if facts.status != "oom":
-        yield from iter_foreign_gpu_processes(facts)
-        yield from iter_foreign_gpu_memory(facts)
+        yield from iter_foreign_gpu_process_texts(facts)
+        yield from iter_foreign_gpu_memory_texts(facts)
 
 
 @record_rule("memory-held-by-others", "unusable", "all", of="both")
@@ -163,10 +163,10 @@ def find_oom_next_to_foreign_processes(facts: Facts) -> Iterator[str]:
     the cell might fit.
     """
     if facts.status == "oom":
-        yield from iter_foreign_gpu_processes(facts)
+        yield from iter_foreign_gpu_process_texts(facts)
 
 
-def iter_foreign_gpu_processes(facts: Facts) -> Iterator[str]:
+def iter_foreign_gpu_process_texts(facts: Facts) -> Iterator[str]:
     """Yield a text per process of another job on the cell's GPUs.
 
     The process was there at the cell's start or during the cell.
@@ -186,7 +186,7 @@ def iter_foreign_gpu_processes(facts: Facts) -> Iterator[str]:
     yield from seen.values()
 
 
-def iter_foreign_gpu_memory(facts: Facts) -> Iterator[str]:
+def iter_foreign_gpu_memory_texts(facts: Facts) -> Iterator[str]:
     """Yield texts on GPU memory of other processes, from worker measurements and timelines."""
     for worker in facts.workers:
         # PyTorch may open a CUDA context of each process of a node on the node's first GPU.
@@ -223,7 +223,7 @@ def list_gpus_of_cell(facts: Facts) -> set[NodeGpu]:
     for worker in facts.workers:
         index = get_field_by_path(worker["provenance"], "gpu.index")
         if index is not None:
-            gpus.add((facts.compute_node_of_rank(worker["rank"]), index))
+            gpus.add((facts.compute_node_number_of_rank(worker["rank"]), index))
     return gpus
 
 
@@ -239,7 +239,8 @@ def find_tensor_parallel_groups_across_nodes(facts: Facts) -> Iterator[str]:
     across = [
         first
         for first in range(0, facts.gpus, together)
-        if facts.compute_node_of_rank(first) != facts.compute_node_of_rank(first + together - 1)
+        if facts.compute_node_number_of_rank(first)
+        != facts.compute_node_number_of_rank(first + together - 1)
     ]
     if across:
         each = facts.workers_per_node

@@ -24,10 +24,10 @@ def make_elastic_entry(job: Job) -> dict[str, Any]:
     """Return the record's section `elastic` of a cell with parameter servers."""
     journal, origin = read_journal(RunFiles(job.folder).servers_dir), job.origin_unix_s
     jobs = [
-        make_worker_job_entry(e, find_first_event_times(journal, e["number"]), origin)
+        make_worker_job_entry(e, find_first_event_times_unix_s(journal, e["number"]), origin)
         for e in read_worker_jobs(job)
     ]
-    training_s = sum(end - begin for begin, end in find_worker_presence_spans(journal))
+    training_s = sum(end - begin for begin, end in list_worker_training_intervals_unix_s(journal))
     servers = read_finished_server_statistics(job)
     incarnations = [e for e in journal if e["event"] == "incarnation"]
     done_twice = sum(e["done_twice"] for e in incarnations)
@@ -72,7 +72,7 @@ def count_events(journal: list[dict[str, Any]], event: str) -> int:
     return sum(e["event"] == event for e in journal)
 
 
-def find_first_event_times(journal: list[dict[str, Any]], worker: int) -> dict[str, float]:
+def find_first_event_times_unix_s(journal: list[dict[str, Any]], worker: int) -> dict[str, float]:
     """Return the times at which a worker first joined and got a batch, by event."""
     names = {"join": ("admitted", "ready"), "begin": ("first_step",)}
     dates: dict[str, float] = {}
@@ -83,7 +83,9 @@ def find_first_event_times(journal: list[dict[str, Any]], worker: int) -> dict[s
     return dates
 
 
-def find_worker_presence_spans(journal: list[dict[str, Any]]) -> list[tuple[float, float]]:
+def list_worker_training_intervals_unix_s(
+    journal: list[dict[str, Any]],
+) -> list[tuple[float, float]]:
     """Return the begin and end of each worker's part in the training.
 
     If the servers were killed, a period ends with the last event before the kill.
@@ -119,7 +121,7 @@ def count_max_concurrent_workers(journal: list[dict[str, Any]]) -> int:
     return maximum
 
 
-def drop_server_work_after_end(
+def drop_server_work_after_last_epoch(
     statistics: list[dict[str, Any]], num_epochs: int
 ) -> list[dict[str, Any]]:
     """Return the servers' statistics without tickets completed after the end of the training.

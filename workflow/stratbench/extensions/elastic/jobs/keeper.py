@@ -186,7 +186,7 @@ class WorkerJobSupervisor:
         pause_s = POLL_S
         while not self._stopped and self._failure_reason is None:
             try:
-                changed = self._poll_live_jobs() | self._submit_missing_jobs()
+                changed = self._poll_jobs_and_detect_changes() | self._submit_missing_jobs()
             # Any error ends the cell, which would otherwise wait for workers forever.
             except Exception as error:
                 self._failure_reason = (
@@ -212,7 +212,7 @@ class WorkerJobSupervisor:
         due += [t - now for n, t in list(self._cancel_at_s.items()) if n in live]
         return min([poll_interval_s, *(max(x, 0.05) for x in due)])
 
-    def _poll_live_jobs(self) -> bool:
+    def _poll_jobs_and_detect_changes(self) -> bool:
         """Poll all queued and running worker jobs, and return whether any has changed."""
         statuses = self._backend.poll_worker_jobs(list(self._live.values())) if self._live else {}
         if statuses is None:
@@ -283,7 +283,7 @@ class WorkerJobSupervisor:
             try:
                 id_ = self._backend.submit_worker_job(number, slot)
             except SubmissionRefused as refusal:
-                if self._postpone_job(slot, refusal):
+                if self._postpone_job_if_temporary(slot, refusal):
                     return submitted
                 # The next job gets a new number, because sbatch may have accepted this one without an answer.
                 self._next_number += 1
@@ -301,7 +301,7 @@ class WorkerJobSupervisor:
             submitted = True
         return submitted
 
-    def _postpone_job(self, slot: int, refusal: SubmissionRefused) -> bool:
+    def _postpone_job_if_temporary(self, slot: int, refusal: SubmissionRefused) -> bool:
         """Postpone the worker job of a slot if its rejection is temporary.
 
         Return whether the job will be submitted again.

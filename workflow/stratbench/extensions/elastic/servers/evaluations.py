@@ -86,7 +86,7 @@ class Evaluations:
         return self._ends[epoch]
 
     @property
-    def has_waiting_epoch(self) -> bool:
+    def has_epoch_to_evaluate(self) -> bool:
         """Whether an ended epoch waits for a worker that evaluates it."""
         return bool(self._waiting)
 
@@ -95,7 +95,7 @@ class Evaluations:
         """Whether all epochs are evaluated. True for a cell without evaluation."""
         return not self._wanted or len(self.scores) == len(self._ends)
 
-    def assign_waiting_epoch(self, worker: int) -> int | None:
+    def assign_epoch_to_evaluate(self, worker: int) -> int | None:
         """Assign the evaluation of a waiting epoch to a worker.
 
         Return the epoch, or None if no epoch waits.
@@ -105,7 +105,7 @@ class Evaluations:
         epoch = self._held[worker] = self._waiting.pop(0)
         return epoch
 
-    def store_evaluation_results(self, worker: int, results: dict[str, float | None]) -> int:
+    def store_results_and_return_epoch(self, worker: int, results: dict[str, float | None]) -> int:
         """Store the results of a worker's evaluation, and return the evaluated epoch."""
         epoch = self._held.pop(worker)
         self.scores[epoch] = results
@@ -118,7 +118,7 @@ class Evaluations:
             self._waiting = sorted([*self._waiting, epoch])
 
     @property
-    def run_ending_epoch(self) -> int | None:
+    def epoch_that_ends_training(self) -> int | None:
         """Number of the epoch whose results end the training early, or None so far.
 
         It is the first epoch that reaches the target score, or whose results are not finite. All earlier

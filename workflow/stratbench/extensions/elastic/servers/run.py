@@ -98,7 +98,7 @@ class ElasticRun(ServerRun):
         self.epochs.restore_completed_tickets(
             settled, saved.extra_values["ends"], spent_s, self._store
         )
-        self.tickets.mark_settled_earlier(list(settled))
+        self.tickets.mark_completed_before_restart(list(settled))
         if self._first:
             self.lost, self.tickets.reassigned = (
                 saved.extra_values["lost"],
@@ -108,7 +108,7 @@ class ElasticRun(ServerRun):
                 collect_score_events(read_journal(self._folder)), len(settled)
             )
         with self._lock:
-            self._finish_if_all_settled()
+            self._finish_if_all_tickets_completed()
             if self.epochs.is_complete and not self._first:
                 self.done = True
         return set(settled)
@@ -162,7 +162,7 @@ class ElasticRun(ServerRun):
         connection.vanished_s = _VANISHED_S
         return member
 
-    def _make_welcome_additions(self, member: Member) -> dict[str, Any]:
+    def _make_extra_welcome_fields(self, member: Member) -> dict[str, Any]:
         return {"incarnation": self._own.incarnation, "place": member.place}
 
     @property
@@ -177,41 +177,41 @@ class ElasticRun(ServerRun):
         if late and self._first and self.done:
             member.queue_frame(Frame(Kind.DONE, shard=self._evaluator))
         elif late and self._first:
-            self._hand_ticket(member)
+            self._hand_ticket_to_worker(member)
 
     # --- working -------------------------------------------------------------------------------------
 
     def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
         return super()._get_frame_handlers() | {Kind.DONE: self._handle_done_frame}
 
-    def _settle_ticket(self, worker: int, ticket_number: int, server: int) -> None:
-        super()._settle_ticket(worker, ticket_number, server)
+    def _record_received_gradients(self, worker: int, ticket_number: int, server: int) -> None:
+        super()._record_received_gradients(worker, ticket_number, server)
         if self.tickets.settled_by[ticket_number] == worker:
             self._ledger.mark_ticket_completed(ticket_number)
 
-    def _finish_if_all_settled(self) -> None:
+    def _finish_if_all_tickets_completed(self) -> None:
         if self.done or not self._first:
             return
         self._evaluations.queue_ended_epochs(self.tickets.n_settled)
-        self._finished_at = self._evaluations.run_ending_epoch
-        all_done = self.tickets.are_all_settled and self._evaluations.are_all_epochs_evaluated
+        self._finished_at = self._evaluations.epoch_that_ends_training
+        all_done = self.tickets.are_all_completed and self._evaluations.are_all_epochs_evaluated
         if all_done or self._finished_at is not None:
             self._finish_training()
             self._end_run_without_workers()
-        elif self._evaluations.has_waiting_epoch:
+        elif self._evaluations.has_epoch_to_evaluate:
             self._hand_tickets_to_idle_workers()
 
     @property
     def _hands_out_tickets(self) -> bool:
-        return not self.done and not self._evaluations.has_waiting_epoch
+        return not self.done and not self._evaluations.has_epoch_to_evaluate
 
-    def _hand_ticket(self, member: Member) -> None:
+    def _hand_ticket_to_worker(self, member: Member) -> None:
         if self.done or member.reserved_ticket is not None:
-            super()._hand_ticket(member)
-        elif (epoch := self._evaluations.assign_waiting_epoch(member.worker)) is not None:
+            super()._hand_ticket_to_worker(member)
+        elif (epoch := self._evaluations.assign_epoch_to_evaluate(member.worker)) is not None:
             self._hand_out_evaluation(member, epoch)
         else:
-            super()._hand_ticket(member)
+            super()._hand_ticket_to_worker(member)
         if member.ticket is not None and member.worker not in self._begun:
             self._begun.add(member.worker)
             self._journal.append_event("begin", worker=member.worker)
@@ -219,7 +219,7 @@ class ElasticRun(ServerRun):
     def _hand_out_evaluation(self, member: Member, epoch: int) -> None:
         """Tell a worker to evaluate an epoch. Policies do not wait for its gradients meanwhile."""
         if not member.idle:
-            self._mark_idle(member)
+            self._mark_worker_idle(member)
         member.evaluated_epoch = epoch
         member.queue_frame(Frame(Kind.EVAL, shard=epoch))
 
@@ -229,15 +229,15 @@ class ElasticRun(ServerRun):
             if not member.alive or member.evaluated_epoch is None:
                 raise ProtocolError("unexpected frame: SCORE from a worker that evaluates no epoch")
             epoch, member.evaluated_epoch = (
-                self._evaluations.store_evaluation_results(member.worker, results),
+                self._evaluations.store_results_and_return_epoch(member.worker, results),
                 None,
             )
             facts = {"epoch": epoch, "end_s": self.epochs.ends[epoch]["end_s"]}
             facts |= {"settled": self._evaluations.count_tickets_until_epoch_end(epoch)}
             self._journal.append_event("score", worker=member.worker, **facts, **results)
-            self._finish_if_all_settled()
+            self._finish_if_all_tickets_completed()
             if member.idle and member.evaluated_epoch is None:
-                self._hand_ticket(member)
+                self._hand_ticket_to_worker(member)
         delete_snapshot(self.config.snapshot_dir, epoch)
 
     def _handle_done_frame(self, member: Member, frame: Frame) -> None:
@@ -269,7 +269,7 @@ class ElasticRun(ServerRun):
                 tickets = self.tickets.list_held_tickets(member.worker)
                 self._journal.append_event("leave", worker=member.worker, tickets=tickets)
             if not self.done:
-                self._release_work_of_member(member)
+                self._free_shards_and_evaluation_of_worker(member)
                 super()._continue_without_member(member)
             self._end_run_without_workers()
         member.queue_end()
@@ -280,10 +280,10 @@ class ElasticRun(ServerRun):
             tickets = self.tickets.list_held_tickets(member.worker)
             reason = self.lost[-1]["reason"]
             self._journal.append_event("loss", worker=member.worker, tickets=tickets, reason=reason)
-        self._release_work_of_member(member)
+        self._free_shards_and_evaluation_of_worker(member)
         super()._continue_without_member(member)
 
-    def _release_work_of_member(self, member: Member) -> None:
+    def _free_shards_and_evaluation_of_worker(self, member: Member) -> None:
         """Free the shards and the evaluation of a worker that has left."""
         member.stop_sending_weights()
         self._evaluations.requeue_epoch_of_lost_worker(member.worker)

@@ -76,7 +76,7 @@ def _read_tensor(entry: dict[str, Any], file: BinaryIO) -> torch.Tensor:
     return tensor
 
 
-def save_server_state(
+def save_server_state_and_return_pause_s(
     folder: Path, server: int, collect_values: Callable[[], dict[str, Any]], store: Store
 ) -> float:
     """Save a server's state: first the shards of its store, then other values.
@@ -174,7 +174,9 @@ class StateSaver:
 
     def _write_state(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
         try:
-            self.held_up_s += save_server_state(self._folder, self._server, collect_values, store)
+            self.held_up_s += save_server_state_and_return_pause_s(
+                self._folder, self._server, collect_values, store
+            )
             self.count += 1
         # Any error ends the training, because it could not be resumed without saved states.
         except Exception as error:

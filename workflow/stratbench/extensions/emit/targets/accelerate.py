@@ -11,12 +11,12 @@ from stratbench.extensions.emit.targets.checkpointing import add_checkpointing_c
 from stratbench.extensions.emit.targets.ddp_options import add_ddp_options_comment
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    add_length_and_data_comments,
     add_missing_cpu_support_comment,
     add_precision_comment,
     add_script_comments,
-    write_lr_schedule_lines,
-    write_optimizer_call,
+    add_training_length_and_data_comments,
+    format_lr_schedule_lines,
+    format_optimizer_call,
 )
 from stratbench.extensions.emit.targets.sharding_lines import (
     add_mixed_precision_comment,
@@ -57,10 +57,12 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         choice.add_file_comment(
             "deepspeed.json, next to this file: stratbench emit CELL --to deepspeed --output deepspeed.json"
         )
-        choice.add_file_comment(f"in the script, {write_optimizer_call(choice)}", "optimizer", "lr")
-        if write_lr_schedule_lines(choice):
+        choice.add_file_comment(
+            f"in the script, {format_optimizer_call(choice)}", "optimizer", "lr"
+        )
+        if format_lr_schedule_lines(choice):
             choice.add_file_comment("in the script; deepspeed.json has the formula", "schedule")
-        add_length_and_data_comments(choice)
+        add_training_length_and_data_comments(choice)
         add_missing_cpu_support_comment(choice, "Accelerate", "DeepSpeed")
     else:
         add_script_comments(

@@ -32,7 +32,7 @@ def selective():  # attention and every second product are kept, as in torchtita
 CLEARED = "    torch.clear_autocast_cache()"
 
 
-def write_checkpointing_lines(choice: ChosenCell) -> CodeLines:
+def format_checkpointing_code(choice: ChosenCell) -> CodeLines:
     """Return code lines that checkpoint the activations of the modules in the list `blocks`."""
     mode = choice.get_setting_to_write("activation_checkpointing")
     if not mode:
@@ -43,7 +43,7 @@ def write_checkpointing_lines(choice: ChosenCell) -> CodeLines:
         lines, context = SELECTIVE.strip().splitlines(), ", context_fn=selective"
         if choice.settings.precision in ("bf16", "fp16") and not choice.settings.compile:
             lines.insert(lines.index("    products = {False: 0, True: 0}"), CLEARED)
-    every = parse_checkpointing_interval(mode)
+    every = get_checkpointed_block_interval(mode)
     some = f"[{every - 1}::{every}]" if every > 1 else ""
     lines += [
         f"for block in blocks{some}:  # computed again in backward",
@@ -69,7 +69,7 @@ def add_checkpointing_comment(
     mode = choice.get_setting_to_write("activation_checkpointing")
     if not mode:
         return
-    every = parse_checkpointing_interval(mode)
+    every = get_checkpointed_block_interval(mode)
     which = f"block of {every} in a row, the last one" if every > 1 else "block"
     switch = switch_for_all_blocks if mode is True else ""
     text = f"{place_in_script}, {switch}torch.utils.checkpoint around each {which}"
@@ -81,6 +81,6 @@ def add_checkpointing_comment(
     choice.add_file_comment(text, "activation_checkpointing")
 
 
-def parse_checkpointing_interval(checkpointing_mode: bool | str) -> int:
+def get_checkpointed_block_interval(checkpointing_mode: bool | str) -> int:
     """Return N if `activation_checkpointing` is `every-N`, or 1 if each block is checkpointed."""
     return int(str(checkpointing_mode).partition("every-")[2] or 1)

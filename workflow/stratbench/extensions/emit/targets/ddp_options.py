@@ -16,7 +16,7 @@ def list_ddp_arguments(choice: ChosenCell) -> dict[str, Any]:
     return {key: choice.get_option_to_write(key) for key in keys if key in choice.options}
 
 
-def choose_communication_hook(choice: ChosenCell) -> str | None:
+def choose_communication_hook_name(choice: ChosenCell) -> str | None:
     """Return PyTorch's communication hook for the cell's gradient compression, or None without one."""
     compress = choice.get_option_to_write("compress", "none")
     rank, start = (
@@ -33,7 +33,7 @@ def choose_communication_hook(choice: ChosenCell) -> str | None:
     return HOOKS[compress]
 
 
-def write_powersgd_state_call(choice: ChosenCell) -> str:
+def format_powersgd_state_call(choice: ChosenCell) -> str:
     """Return the code that creates the state of PyTorch's PowerSGD communication hook."""
     o = choice.options
     return (
@@ -44,7 +44,7 @@ def write_powersgd_state_call(choice: ChosenCell) -> str:
 
 def add_ddp_options_comment(choice: ChosenCell) -> None:
     """Add a comment with the code that passes DDP's options to `Accelerator`."""
-    arguments, hook = list_ddp_arguments(choice), choose_communication_hook(choice)
+    arguments, hook = list_ddp_arguments(choice), choose_communication_hook_name(choice)
     keywords = [f"{key}={value!r}" for key, value in arguments.items()]
     if hook is not None:
         kind = {"fp16": "FP16", "bf16": "BF16", "powersgd": "POWER_SGD"}[choice.options["compress"]]

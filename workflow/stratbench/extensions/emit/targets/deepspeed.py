@@ -11,9 +11,9 @@ from stratbench.extensions.emit.choice import ChosenCell
 from stratbench.extensions.emit.targets.checkpointing import add_checkpointing_comment
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    add_length_and_data_comments,
-    write_lr_schedule_lines,
-    write_optimizer_call,
+    add_training_length_and_data_comments,
+    format_lr_schedule_lines,
+    format_optimizer_call,
 )
 
 
@@ -26,17 +26,17 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     """
     config = make_deepspeed_config(choice)
     choice.add_file_comment(
-        f"initialize(model=model, optimizer={write_optimizer_call(choice)}, config=FILE)",
+        f"initialize(model=model, optimizer={format_optimizer_call(choice)}, config=FILE)",
         "optimizer",
         "lr",
     )
-    if lines := write_lr_schedule_lines(choice):
+    if lines := format_lr_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
         choice.add_file_comment(
             f"in the script, LambdaLR(optimizer, share_of_lr) with {text}", "schedule"
         )
     add_checkpointing_comment(choice)
-    add_length_and_data_comments(choice)
+    add_training_length_and_data_comments(choice)
     workers = choice.get_setting_to_write("gpus")
     start = f"start: deepspeed --num_nodes {choice.num_nodes} --num_gpus {choice.workers_per_node} train.py"
     comments = [*choice.cell_comments, f"{start} ({workers} workers)", *choice.file_comments]

@@ -43,14 +43,14 @@ def find_optimizer_implementation(choice: ChosenCell) -> str:
     return implementation
 
 
-def write_optimizer_call(choice: ChosenCell, parameters_code: str = "model.parameters()") -> str:
+def format_optimizer_call(choice: ChosenCell, parameters_code: str = "model.parameters()") -> str:
     """Return the code of the call that creates the optimizer."""
     kind, arguments = get_optimizer_class_and_arguments(choice)
     keywords = "".join(f", {key}={value!r}" for key, value in arguments.items())
     return f"torch.optim.{kind}({parameters_code}{keywords})"
 
 
-def write_lr_schedule_lines(choice: ChosenCell) -> list[str]:
+def format_lr_schedule_lines(choice: ChosenCell) -> list[str]:
     """Return code lines of a function that computes a step's learning rate relative to `lr`.
 
     The list is empty if the learning rate is constant.
@@ -90,7 +90,7 @@ def add_script_comments(
     """
     s = choice.settings
     choice.add_file_comment(
-        f"in the script, {write_optimizer_call(choice)}",
+        f"in the script, {format_optimizer_call(choice)}",
         *("optimizer", "lr"),
     )
     choice.add_file_comment(f"in the script, DataLoader(batch_size={choice.micro_batch_size}) on each worker",
@@ -102,7 +102,7 @@ def add_script_comments(
         )
     if s.max_grad_norm is not None:
         choice.add_file_comment(clipping_text.format(norm=s.max_grad_norm), "max_grad_norm")
-    if lines := write_lr_schedule_lines(choice):
+    if lines := format_lr_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
         choice.add_file_comment(
             f"in the script, LambdaLR(optimizer, share_of_lr), a step per update, with {text}",
@@ -110,10 +110,12 @@ def add_script_comments(
         )
     if s.compile and not is_compiled_by_file:
         choice.add_file_comment("in the script, model = torch.compile(model)", "compile")
-    add_length_and_data_comments(choice)
+    add_training_length_and_data_comments(choice)
 
 
-def add_length_and_data_comments(choice: ChosenCell, comments_on_length: bool = True) -> None:
+def add_training_length_and_data_comments(
+    choice: ChosenCell, comments_on_length: bool = True
+) -> None:
     """Add comments on the training's length, loss, data, seed and threads."""
     s = choice.settings
     add_loss_chunks_comment(choice)

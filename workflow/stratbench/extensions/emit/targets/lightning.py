@@ -7,23 +7,23 @@ from typing import Any
 from stratbench.extensions.emit.choice import ChosenCell, format_comment_lines
 from stratbench.extensions.emit.targets.checkpointing import add_checkpointing_comment
 from stratbench.extensions.emit.targets.ddp_options import (
-    choose_communication_hook,
+    choose_communication_hook_name,
+    format_powersgd_state_call,
     list_ddp_arguments,
-    write_powersgd_state_call,
 )
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    add_length_and_data_comments,
     add_missing_cpu_support_comment,
-    write_lr_schedule_lines,
-    write_optimizer_call,
+    add_training_length_and_data_comments,
+    format_lr_schedule_lines,
+    format_optimizer_call,
 )
 from stratbench.extensions.emit.targets.python_text import (
     UnquotedCode,
-    split_long_call_line,
-    write_python_call,
+    format_python_call,
+    wrap_long_call_line,
 )
-from stratbench.extensions.emit.targets.sharding_lines import write_sharding_lines
+from stratbench.extensions.emit.targets.sharding_lines import format_sharding_code
 
 #: Emitted method that frees gradients after each step. Lightning itself frees them only after the next
 #: forward: gradients and activations would then be in memory at once.
@@ -55,16 +55,16 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         imports.append(f"from lightning.pytorch.strategies import {target_strategy}")
     model: list[str] = []
     if target_strategy == "DDPStrategy":
-        strategy = write_ddp_strategy_call(choice, imports)
+        strategy = format_ddp_strategy_call(choice, imports)
     elif target_strategy == "ModelParallelStrategy":
         strategy = f"{target_strategy}(data_parallel_size={s.gpus}, tensor_parallel_size=1)\n"
-        model = write_configure_model_method(choice, imports)
+        model = format_configure_model_method(choice, imports)
     elif target_strategy == "DeepSpeedStrategy":
         config = make_deepspeed_config(choice)
         # Lightning sets these keys of the DeepSpeed config itself.
         for key in ("gradient_accumulation_steps", "train_batch_size"):
             del config[key]
-        strategy = write_python_call(target_strategy, {"config": config})
+        strategy = format_python_call(target_strategy, {"config": config})
         add_missing_cpu_support_comment(choice, "Lightning", "DeepSpeed")
     else:
         strategy = "'auto'\n"
@@ -76,8 +76,8 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         )
     arguments = list_trainer_arguments(choice, target_strategy)
     optimizers = ["def configure_optimizers(self):  # of your LightningModule"]
-    optimizers.append(f"    optimizer = {write_optimizer_call(choice, 'self.parameters()')}")
-    schedule = write_lr_schedule_lines(choice)
+    optimizers.append(f"    optimizer = {format_optimizer_call(choice, 'self.parameters()')}")
+    schedule = format_lr_schedule_lines(choice)
     if schedule:
         imports.insert(0, "import math")
         optimizers += [
@@ -90,7 +90,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         f"in the script, DataLoader(batch_size={choice.micro_batch_size}, drop_last=True)",
         *("global_batch", "per_worker_batch"),
     )
-    add_length_and_data_comments(choice, comments_on_length=False)
+    add_training_length_and_data_comments(choice, comments_on_length=False)
     switches = []
     if s.precision in ("fp32", "tf32") and choice.device_type == "cuda":
         value = s.precision == "tf32"
@@ -98,7 +98,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         switches.append(f"torch.backends.cudnn.allow_tf32 = {value}")
     freeing = [] if target_strategy == "DeepSpeedStrategy" else list(FREE_GRADIENTS)
     blocks = [imports, switches, schedule, model, optimizers, freeing]
-    body = "\n\n".join("\n".join(map(split_long_call_line, lines)) for lines in blocks if lines)
+    body = "\n\n".join("\n".join(map(wrap_long_call_line, lines)) for lines in blocks if lines)
     head = format_comment_lines(
         [
             *choice.cell_comments,
@@ -106,7 +106,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
             *choice.file_comments,
         ]
     )
-    return f"{head}\n{body}\n\nstrategy = {strategy}" + write_python_call(
+    return f"{head}\n{body}\n\nstrategy = {strategy}" + format_python_call(
         "trainer = Trainer", arguments
     )
 
@@ -154,23 +154,23 @@ def list_trainer_arguments(choice: ChosenCell, target_strategy: str) -> dict[str
     return arguments | ({"max_steps": steps} if steps else {"max_epochs": epochs})
 
 
-def write_ddp_strategy_call(choice: ChosenCell, imports: list[str]) -> str:
+def format_ddp_strategy_call(choice: ChosenCell, imports: list[str]) -> str:
     """Return the code that creates Lightning's DDP strategy, and extend `imports`."""
-    arguments, hook = list_ddp_arguments(choice), choose_communication_hook(choice)
+    arguments, hook = list_ddp_arguments(choice), choose_communication_hook_name(choice)
     if hook is not None:
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
         imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
         arguments["ddp_comm_hook"] = UnquotedCode(f"{module}.{hook}")
         if module == "powerSGD_hook":
-            arguments["ddp_comm_state"] = UnquotedCode(write_powersgd_state_call(choice))
-    return write_python_call("DDPStrategy", arguments)
+            arguments["ddp_comm_state"] = UnquotedCode(format_powersgd_state_call(choice))
+    return format_python_call("DDPStrategy", arguments)
 
 
-def write_configure_model_method(choice: ChosenCell, imports: list[str]) -> list[str]:
+def format_configure_model_method(choice: ChosenCell, imports: list[str]) -> list[str]:
     """Return the code of a LightningModule's method that shards `self.model` by FSDP2."""
     s = choice.settings
     mixed = choice.get_option_to_write("mixed_precision")
-    lines, needed = write_sharding_lines(choice, "self.model", mixed == "policy")
+    lines, needed = format_sharding_code(choice, "self.model", mixed == "policy")
     imports += needed
     if choice.shard_group_size < s.gpus:
         choice.add_file_comment(

@@ -22,13 +22,13 @@ class UnquotedCode(str):
         return str(self)
 
 
-def write_python_call(function_name: str, arguments: Mapping[str, Any]) -> str:
+def format_python_call(function_name: str, arguments: Mapping[str, Any]) -> str:
     """Return the code of a call, with one argument per line."""
     lines = "".join(f"    {key}={value!r},\n" for key, value in arguments.items())
     return f"{function_name}(\n{lines})\n"
 
 
-def split_long_call_line(line: str) -> str:
+def wrap_long_call_line(line: str) -> str:
     """Split a code line of over 100 characters into one line per call argument. Keep other lines."""
     head, bracket, rest = line.partition("(")
     if len(line) <= 100 or not bracket or not rest.endswith(")"):

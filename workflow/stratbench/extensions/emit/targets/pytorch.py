@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from stratbench.extensions.emit.choice import ChosenCell, format_comment_lines
-from stratbench.extensions.emit.targets.checkpointing import write_checkpointing_lines
+from stratbench.extensions.emit.targets.checkpointing import format_checkpointing_code
 from stratbench.extensions.emit.targets.ddp_options import (
-    choose_communication_hook,
+    choose_communication_hook_name,
+    format_powersgd_state_call,
     list_ddp_arguments,
-    write_powersgd_state_call,
 )
 from stratbench.extensions.emit.targets.hyperparameters import (
     AUTOCAST,
     add_loss_chunks_comment,
+    format_lr_schedule_lines,
+    format_optimizer_call,
     get_optimizer_class_and_arguments,
-    write_lr_schedule_lines,
-    write_optimizer_call,
 )
-from stratbench.extensions.emit.targets.python_text import split_long_call_line
+from stratbench.extensions.emit.targets.python_text import wrap_long_call_line
 from stratbench.extensions.emit.targets.sharding_lines import (
-    write_block_list_lines,
-    write_sharding_lines,
+    format_block_list_lines,
+    format_sharding_code,
 )
 
 #: Comment in the script, above the lines that users replace by their own model and data.
@@ -50,10 +50,10 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         choice.get_setting_to_write(key)
     choice.get_setting_to_write("augment")
     add_loss_chunks_comment(choice)
-    model = write_model_wrapping_lines(choice, target_strategy, imports)
-    optimizer = write_optimizer_creation_lines(choice, target_strategy, imports)
+    model = format_model_wrapping_lines(choice, target_strategy, imports)
+    optimizer = format_optimizer_creation_lines(choice, target_strategy, imports)
     blocks = [
-        write_process_group_lines(choice, imports),
+        format_process_group_lines(choice, imports),
         [REPLACE_COMMENT, "work = Work(*sys.argv[1:], rank, device)", "model = work.model"],
     ]
     if s.precision == "bf16-true":
@@ -62,7 +62,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         value = choice.get_setting_to_write("precision") == "tf32"
         blocks[0].append(f"torch.backends.cuda.matmul.allow_tf32 = {value}")
         blocks[0].append(f"torch.backends.cudnn.allow_tf32 = {value}")
-    schedule = write_lr_schedule_lines(choice)
+    schedule = format_lr_schedule_lines(choice)
     if schedule:
         imports.append("import math")
         optimizer.append("scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_lr)")
@@ -72,7 +72,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         model,
         schedule,
         optimizer,
-        write_training_loop_lines(choice, target_strategy, imports),
+        format_training_loop_lines(choice, target_strategy, imports),
     ]
     if choice.record["task"].get("loss_weighs"):
         choice.add_file_comment(
@@ -89,7 +89,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         )
     start = f"start: torchrun {per_node} FILE RECORD DATA (the cell's record, its prepared data)"
     head = format_comment_lines([*choice.cell_comments, start, *choice.file_comments])
-    text = "\n\n".join("\n".join(map(split_long_call_line, lines)) for lines in blocks if lines)
+    text = "\n\n".join("\n".join(map(wrap_long_call_line, lines)) for lines in blocks if lines)
     return f"{head}{format_sorted_imports(imports)}\n\n{text}\n"
 
 
@@ -98,7 +98,7 @@ def format_sorted_imports(imports: list[str]) -> str:
     return "\n".join(sorted(set(imports), key=lambda line: (line.startswith("from"), line)))
 
 
-def write_process_group_lines(choice: ChosenCell, imports: list[str]) -> list[str]:
+def format_process_group_lines(choice: ChosenCell, imports: list[str]) -> list[str]:
     """Return the code lines that join the process group and set the worker's device."""
     on_cpu = choice.device_type == "cpu"
     lines = [
@@ -119,7 +119,7 @@ def write_process_group_lines(choice: ChosenCell, imports: list[str]) -> list[st
     return [*lines, f"assert workers == {choice.settings.gpus}"]
 
 
-def write_model_wrapping_lines(
+def format_model_wrapping_lines(
     choice: ChosenCell, target_strategy: str, imports: list[str]
 ) -> list[str]:
     """Return the code lines that wrap `model` by DDP or FSDP2, if the strategy does.
@@ -132,32 +132,32 @@ def write_model_wrapping_lines(
     s = choice.settings
     if target_strategy == "fully_shard":
         mixed = choice.get_option_to_write("mixed_precision")
-        lines, needed = write_sharding_lines(choice, "model", mixed == "policy")
+        lines, needed = format_sharding_code(choice, "model", mixed == "policy")
         imports += ["from torch.distributed.device_mesh import init_device_mesh", *needed]
         shards = choice.shard_group_size
         shape = f"({s.gpus},)"
         if shards < s.gpus:
             shape = f"({s.gpus // shards}, {shards}), mesh_dim_names=('groups', 'shards')"
         return [f"mesh = init_device_mesh(device.type, {shape})", *lines]
-    lines, needed = write_checkpointing_lines(choice)
+    lines, needed = format_checkpointing_code(choice)
     imports += needed
     if lines:
-        lines = [*write_block_list_lines(choice, "model"), *lines]
+        lines = [*format_block_list_lines(choice, "model"), *lines]
     if not target_strategy:
         return lines
     imports.append("from torch.nn.parallel import DistributedDataParallel")
     keywords = "".join(f", {key}={value!r}" for key, value in list_ddp_arguments(choice).items())
     devices = "" if choice.device_type == "cpu" else ", device_ids=[device]"
     lines.append(f"model = DistributedDataParallel(model{devices}{keywords})")
-    if hook := choose_communication_hook(choice):
+    if hook := choose_communication_hook_name(choice):
         module = "powerSGD_hook" if hook == "powerSGD_hook" else "default_hooks"
         imports.append(f"from torch.distributed.algorithms.ddp_comm_hooks import {module}")
-        state = write_powersgd_state_call(choice) if module == "powerSGD_hook" else "None"
+        state = format_powersgd_state_call(choice) if module == "powerSGD_hook" else "None"
         lines.append(f"model.register_comm_hook({state}, {module}.{hook})")
     return lines
 
 
-def write_optimizer_creation_lines(
+def format_optimizer_creation_lines(
     choice: ChosenCell, target_strategy: str, imports: list[str]
 ) -> list[str]:
     """Return the code lines that create the optimizer.
@@ -168,7 +168,7 @@ def write_optimizer_creation_lines(
         imports: Imports of the script, extended in place.
     """
     if target_strategy != "ZeroRedundancyOptimizer":
-        return [f"optimizer = {write_optimizer_call(choice)}"]
+        return [f"optimizer = {format_optimizer_call(choice)}"]
     imports.append(f"from torch.distributed.optim import {target_strategy}")
     kind, arguments = get_optimizer_class_and_arguments(choice)
     whole = choice.get_option_to_write("parameters_as_bucket_view", True)
@@ -184,7 +184,7 @@ def write_optimizer_creation_lines(
     ]
 
 
-def write_training_loop_lines(
+def format_training_loop_lines(
     choice: ChosenCell, target_strategy: str, imports: list[str]
 ) -> list[str]:
     """Return the code lines of the training loop.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from stratbench.extensions.emit.choice import ChosenCell
-from stratbench.extensions.emit.targets.checkpointing import write_checkpointing_lines
+from stratbench.extensions.emit.targets.checkpointing import format_checkpointing_code
 from stratbench.extensions.emit.targets.hyperparameters import AUTOCAST
 from stratbench.extensions.emit.targets.python_text import CodeLines
 
 
-def write_sharding_lines(
+def format_sharding_code(
     choice: ChosenCell, model_variable: str, fsdp_casts_weights: bool
 ) -> CodeLines:
     """Return code lines that shard a model by FSDP2 over the device mesh `mesh`.
@@ -40,15 +40,15 @@ def write_sharding_lines(
     if not always:
         root.append("reshard_after_forward=False")
     imports = [f"from torch.distributed.fsdp import {', '.join(sorted(names))}"]
-    lines = write_block_list_lines(choice, model_variable)
-    recomputing, needed = write_checkpointing_lines(choice)
+    lines = format_block_list_lines(choice, model_variable)
+    recomputing, needed = format_checkpointing_code(choice)
     imports += needed
     lines += recomputing
     lines += ["for block in blocks:", f"    fully_shard(block, {', '.join(arguments)})"]
     return CodeLines([*lines, f"fully_shard({model_variable}, {', '.join(root)})"], imports)
 
 
-def write_block_list_lines(choice: ChosenCell, model_variable: str) -> list[str]:
+def format_block_list_lines(choice: ChosenCell, model_variable: str) -> list[str]:
     """Return the code line that sets `blocks`, the modules to shard one at a time."""
     if classes := choice.block_class_names:
         return [

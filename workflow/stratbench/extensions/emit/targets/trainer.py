@@ -7,21 +7,21 @@ from typing import Any
 from stratbench.extensions.emit.choice import ChosenCell, format_comment_lines
 from stratbench.extensions.emit.targets.checkpointing import (
     add_checkpointing_comment,
-    parse_checkpointing_interval,
+    get_checkpointed_block_interval,
 )
 from stratbench.extensions.emit.targets.ddp_options import (
-    choose_communication_hook,
+    choose_communication_hook_name,
     list_ddp_arguments,
 )
 from stratbench.extensions.emit.targets.deepspeed_config import make_deepspeed_config
 from stratbench.extensions.emit.targets.hyperparameters import (
-    add_length_and_data_comments,
     add_missing_cpu_support_comment,
     add_pure_bf16_comment,
+    add_training_length_and_data_comments,
     find_optimizer_implementation,
-    write_optimizer_call,
+    format_optimizer_call,
 )
-from stratbench.extensions.emit.targets.python_text import write_python_call
+from stratbench.extensions.emit.targets.python_text import format_python_call
 from stratbench.extensions.emit.targets.sharding_lines import (
     add_mixed_precision_comment,
     add_shard_groups_comment,
@@ -62,7 +62,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
                 "DeepSpeed's config repeats batch, accumulation and clipping: change both"
             )
     else:
-        add_number_format_arguments(choice, arguments)
+        add_precision_arguments(choice, arguments)
     if choice.get_setting_to_write("compile"):
         arguments["torch_compile"] = True
     if target_strategy == "ddp":
@@ -77,7 +77,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
                 "twice",
                 "gradient_as_bucket_view",
             )
-        if hook := choose_communication_hook(choice):
+        if hook := choose_communication_hook_name(choice):
             choice.add_file_comment(
                 f"no argument has it: register torch's {hook} on the DistributedDataParallel",
                 "compress",
@@ -94,17 +94,17 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         add_checkpointing_comment(choice)
     elif choice.get_setting_to_write("activation_checkpointing"):
         arguments["activation_checkpointing"] = True
-        if (every := parse_checkpointing_interval(s.activation_checkpointing)) > 1:
+        if (every := get_checkpointed_block_interval(s.activation_checkpointing)) > 1:
             arguments["activation_checkpointing_kwargs"] = {"every_n_layers": every}
             choice.add_file_comment(
                 f"the Trainer takes the first layer of {every}, the cell took the last",
                 "activation_checkpointing",
             )
     choice.get_setting_to_write("gpus")
-    add_length_and_data_comments(choice, comments_on_length=False)
+    add_training_length_and_data_comments(choice, comments_on_length=False)
     start = f"start: torchrun --nnodes {choice.num_nodes} --nproc-per-node {choice.workers_per_node} train.py"
     head = format_comment_lines([*choice.cell_comments, start, *choice.file_comments])
-    return f"{head}\nfrom transformers import TrainingArguments\n\n" + write_python_call(
+    return f"{head}\nfrom transformers import TrainingArguments\n\n" + format_python_call(
         "args = TrainingArguments", arguments
     )
 
@@ -138,7 +138,7 @@ def make_trainer_optimizer_arguments(choice: ChosenCell) -> dict[str, Any]:
     elif not fused:
         choice.add_file_comment(
             f"no argument has it, and torch runs {runs}: Trainer(optimizers=(optimizer, None)) with "
-            f"optimizer = {write_optimizer_call(choice)}",
+            f"optimizer = {format_optimizer_call(choice)}",
             "optimizer_impl",
         )
     if s.optimizer == "adamw":
@@ -174,7 +174,7 @@ def make_lr_schedule_arguments(choice: ChosenCell) -> dict[str, Any]:
     return {"lr_scheduler_type": name, **arguments}
 
 
-def add_number_format_arguments(choice: ChosenCell, arguments: dict[str, Any]) -> None:
+def add_precision_arguments(choice: ChosenCell, arguments: dict[str, Any]) -> None:
     """Add the Trainer's arguments for number formats to `arguments`."""
     chosen = choice.get_setting_to_write("precision")
     if chosen in ("bf16", "fp16"):

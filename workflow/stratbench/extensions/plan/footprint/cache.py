@@ -107,7 +107,7 @@ def compute_cached_results(
             except BrokenProcessPool:
                 result = results[key] = result_class.failed(KILLED)
             if result.fault is None:
-                entry = {"of": list_cache_key_parts(job.asked), "result": asdict(result)}
+                entry = {"of": collect_cache_key_values(job.asked), "result": asdict(result)}
                 write_text_atomically(paths[key], json.dumps(entry) + "\n")
             done += job.weight
             if i % -(-len(missing) // 10) == 0 or i == len(missing):
@@ -117,7 +117,7 @@ def compute_cached_results(
     return {key: results[key] for key in jobs}
 
 
-def list_cache_key_parts(request: Any) -> dict[str, Any]:
+def collect_cache_key_values(request: Any) -> dict[str, Any]:
     """Return all values on which a cached result depends."""
     return {
         "asked": request,
@@ -132,7 +132,7 @@ def make_cache_key(request: Any) -> str:
 
     The hash is of all values on which the result depends.
     """
-    text = json.dumps(list_cache_key_parts(request), sort_keys=True)
+    text = json.dumps(collect_cache_key_values(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -66,7 +66,9 @@ def emulate_cuda_autocast() -> Iterator[None]:
             for name in BY_PARTS:
                 library.impl(name, fallthrough_kernel)
             for name, kernel in kernels.items():
-                library.impl(name, _make_uncast_kernel(partial(kernel, _get_aten_operator(name))))
+                library.impl(
+                    name, _make_kernel_without_casts(partial(kernel, _get_aten_operator(name)))
+                )
         yield
     finally:
         unregister_kernels(library)
@@ -77,7 +79,7 @@ def _get_aten_operator(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _make_uncast_kernel(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _make_kernel_without_casts(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel with autocast disabled while it runs."""
 
     def run_kernel_without_casts(*args: Any, **kwargs: Any) -> Any:

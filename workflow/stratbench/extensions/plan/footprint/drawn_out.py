@@ -22,9 +22,9 @@ from stratbench.extensions.plan.footprint.footprint import (
     Moment,
     ReductionSize,
     TracedSteps,
-    drop_zero_bytes,
-    find_highest_lines,
-    list_positions_by_reduction,
+    drop_purposes_without_bytes,
+    find_highest_line_indices,
+    list_positions_by_reduction_size,
     make_footprint,
     trace_two_steps,
 )
@@ -112,7 +112,7 @@ def extrapolate_footprint_to_all_blocks(
     footprints = few.make_footprint(), more.make_footprint()
     pairs = pair_matching_segments(a, b)
     candidates = [(i, j, None) for x, y in pairs for i, j in zip(x.moments, y.moments, strict=True)]
-    sums = [_list_reductions_by_position(f, parts) for f in both]
+    sums = [_list_reduction_positions_and_sizes(f, parts) for f in both]
     for x, y in pairs:
         for i, j in zip(range(*x.reduction_range), range(*y.reduction_range), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
@@ -152,12 +152,12 @@ def _split_step_into_segments(
     )
 
 
-def _list_reductions_by_position(
+def _list_reduction_positions_and_sizes(
     traced_steps: TracedSteps, parts: int
 ) -> list[tuple[int, ReductionSize]]:
     """Return the position and the size of each CUDA reduction of a step."""
-    by_sums = list_positions_by_reduction(
-        traced_steps.phases_of_both_steps, traced_steps.first_events, parts
+    by_sums = list_positions_by_reduction_size(
+        traced_steps.phases_of_both_steps, traced_steps.first_event_numbers, parts
     )
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
@@ -182,12 +182,12 @@ def _extrapolate_peak_moments(
     for kind in dict.fromkeys(sums for _, _, sums in possible_peaks):
         same_kind = [(i, j) for i, j, sums in possible_peaks if sums == kind]
         lines = [extrapolate_bytes_line(i, j) for i, j in same_kind]
-        for number in find_highest_lines(lines, parts):
+        for number in find_highest_line_indices(lines, parts):
             at = same_kind[number]
             held = [
                 extrapolate_numbers(
                     *(
-                        f.trace.get_device_bytes_by_purpose(f.first_events[batch] + n)
+                        f.trace.get_device_bytes_by_purpose(f.first_event_numbers[batch] + n)
                         for f, n in zip(both_traces, at, strict=True)
                     ),
                     num_further_blocks,
@@ -195,8 +195,8 @@ def _extrapolate_peak_moments(
                 for batch in (0, 1)
             ]
             used = {k: Affine.fit_two_values((held[0][k], held[1][k]), parts) for k in held[0]}
-            phase = both_traces[1].trace.get_phase_of_event(
-                both_traces[1].first_events[1] + max(at[1] - 1, 0)
+            phase = both_traces[1].trace.get_phase_name_of_event(
+                both_traces[1].first_event_numbers[1] + max(at[1] - 1, 0)
             )
             used = {k: v for k, v in used.items() if v.fixed or v.per_sample}
             moments.append(Moment(phase, lines[number], used, kind))
@@ -211,7 +211,7 @@ def _extrapolate_evaluation_peak(
     An evaluation has a single batch size.
     """
     a, b = (_split_step_into_segments(f, first_phase, first_phase + 1) for f in both_traces)
-    start = [f.first_events[2] for f in both_traces]
+    start = [f.first_event_numbers[2] for f in both_traces]
     lives = [
         f.trace.list_live_bytes_after_events(at, len(f.trace.events))
         for f, at in zip(both_traces, start, strict=True)
@@ -227,7 +227,9 @@ def _extrapolate_evaluation_peak(
         for f, at, n in zip(both_traces, start, where, strict=True)
     ]
     return MemoryPeak(
-        best, "evaluation", drop_zero_bytes(extrapolate_numbers(*held, num_further_blocks))
+        best,
+        "evaluation",
+        drop_purposes_without_bytes(extrapolate_numbers(*held, num_further_blocks)),
     )
 
 

@@ -75,7 +75,9 @@ def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool
     return in_turn and all(operations == each[0] for operations in each)
 
 
-def mark_block_passes(model: nn.Module, path: str, mark: Callable[[str, int], None]) -> None:
+def register_marks_around_blocks(
+    model: nn.Module, path: str, mark: Callable[[str, int], None]
+) -> None:
     """Register hooks that call `mark` at the start and end of each block's passes.
 
     Args:
@@ -137,7 +139,7 @@ def _are_blocks_equal(blocks: list[nn.Module]) -> bool:
     all_parameters = sum(1 for block in blocks for _ in block.parameters())
     if all_parameters != len({p for block in blocks for p in block.parameters()}):
         return False
-    each = [list(_list_block_properties(block)) for block in blocks]
+    each = [list(_iter_block_properties(block)) for block in blocks]
     if any(len(facts) != len(each[0]) for facts in each):
         return False
     for together in zip(*each, strict=True):
@@ -151,7 +153,7 @@ def _are_blocks_equal(blocks: list[nn.Module]) -> bool:
     return True
 
 
-def _list_block_properties(block: nn.Module) -> Iterator[tuple[Any, Any]]:
+def _iter_block_properties(block: nn.Module) -> Iterator[tuple[Any, Any]]:
     for name, module in block.named_modules():
         yield (name, "class"), type(module)
         for key, value in sorted(vars(module).items()):

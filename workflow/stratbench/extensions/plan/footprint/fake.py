@@ -23,14 +23,14 @@ from stratbench.extensions.plan.footprint.cuda_autocast import emulate_cuda_auto
 from stratbench.extensions.plan.footprint.equal_blocks import (
     Blocks,
     keep_first_blocks,
-    mark_block_passes,
+    register_marks_around_blocks,
 )
 from stratbench.extensions.plan.footprint.replica import Replica
 from stratbench.extensions.plan.footprint.request import MicrobatchCounts, Request
 from stratbench.extensions.plan.footprint.torch_internals import (
     FakeTensors,
     open_fake_process_group,
-    patch_torch_for_fakes,
+    patch_torch_for_fake_tensors,
     shorten_schedule,
 )
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
@@ -83,7 +83,7 @@ def trace_training_steps(
         # This context comes first, since it imports modules, which must not create fake tensors.
         stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
         stack.enter_context(open_fake_worker_environment(request, stage=stage))
-        model, strategy, worker = build_worker(request, blocks=blocks)
+        model, strategy, worker = build_model_strategy_and_worker(request, blocks=blocks)
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
@@ -102,7 +102,7 @@ def trace_training_steps(
                 evaluate_on_fake_tensors(strategy, request)
         worker.mark_phase_end = _make_phase_marker(trace, model)
         if blocks is not None:
-            mark_block_passes(model, blocks.path, trace.add_mark)
+            register_marks_around_blocks(model, blocks.path, trace.add_mark)
         _tag_model_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:
@@ -137,14 +137,14 @@ def open_fake_worker_environment(
         fused = request.is_on_cuda or request.settings.precision == "fp16"
         by_kernels = request.settings.optimizer_impl == "fused"
         stack.enter_context(
-            patch_torch_for_fakes(request.is_on_cuda, fused and by_kernels, not by_kernels)
+            patch_torch_for_fake_tensors(request.is_on_cuda, fused and by_kernels, not by_kernels)
         )
         for module in (parallel, parallel.distributed):
             stack.enter_context(replace_attribute(module, "DistributedDataParallel", Replica))
         yield
 
 
-def build_worker(
+def build_model_strategy_and_worker(
     request: Request, on_fake_tensors: bool = True, blocks: Blocks | None = None
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
     """Return the model, the strategy and the worker of a request, before `setup`.
@@ -168,7 +168,7 @@ def build_worker(
         else models.build_model,
         checkpointing_mode=request.settings.activation_checkpointing,
     )
-    strategy = make_strategy_with_substitutes(request)
+    strategy = make_strategy_for_fake_tensors(request)
     mesh = strategy.mesh(request.world_size)
     with unset_fake_temporarily():
         task, kind = request.make_task_and_loss_kind()
@@ -186,7 +186,7 @@ def build_worker(
         input_shape=request.input_shape,
     )
     if mesh.stages > 1:
-        cache_unit_costs(strategy)
+        cache_costs_of_pipeline_units(strategy)
     return model, strategy, worker
 
 
@@ -195,18 +195,18 @@ def build_worker(
 _measured: dict[Any, Any] = {}
 
 
-def cache_unit_costs(strategy: Any) -> None:
+def cache_costs_of_pipeline_units(strategy: Any) -> None:
     """Make a pipeline measure a model's units once, and reuse their costs for all stages."""
-    measure = strategy.measure_units_on_fake_tensors
+    measure = strategy.measure_unit_costs_on_fake_tensors
 
-    def look_up_unit_costs(*args: Any) -> Any:
+    def look_up_costs_of_pipeline_units(*args: Any) -> Any:
         key = strategy.worker.settings, strategy.worker.input_shape
         if key not in _measured:
             _measured.clear()
             _measured[key] = measure(*args)
         return _measured[key]
 
-    strategy.measure_units_on_fake_tensors = look_up_unit_costs
+    strategy.measure_unit_costs_on_fake_tensors = look_up_costs_of_pipeline_units
 
 
 def cut_model_into_stages(
@@ -222,7 +222,7 @@ def cut_model_into_stages(
         stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
         stack.enter_context(open_fake_worker_environment(request))
         strategy: Any
-        model, strategy, worker = build_worker(request)
+        model, strategy, worker = build_model_strategy_and_worker(request)
         if trial is not None:
             worker.trial = trial
             acceptance.check_model(strategy, request.model_source, model, worker)
@@ -260,7 +260,7 @@ def set_up_strategy(strategy: base.Strategy, model: nn.Module, worker: base.Work
     strategy.setup(model, worker)
     if isinstance(compressor := getattr(strategy, "compressor", None), PowerSGD):
         compressor.begin_compression()
-        for replica in list_ddp_substitutes(strategy):
+        for replica in list_fake_ddp_modules(strategy):
             replica.reduce_all_buckets()
 
 
@@ -278,7 +278,7 @@ def _trace_training_step(
     trace.set_purpose_of_storages("activations", (x, y))
     strategy.step(x, y)
     _tag_persistent_tensors(trace, strategy)
-    strategy.forget_batch()
+    strategy.free_batch_dependent_memory()
 
 
 def evaluate_on_fake_tensors(strategy: base.Strategy, request: Request) -> None:
@@ -319,7 +319,7 @@ def _tag_model_states(trace: OperatorTrace, strategy: base.Strategy, model: nn.M
 def _tag_persistent_tensors(trace: OperatorTrace, strategy: base.Strategy) -> None:
     for part, tensors in strategy.list_persistent_tensors().items():
         trace.set_purpose_of_storages(part, tensors)
-    for replica in list_ddp_substitutes(strategy):
+    for replica in list_fake_ddp_modules(strategy):
         trace.set_purpose_of_storages(
             "gradients" if replica.as_view else "buckets", replica.buckets
         )
@@ -354,7 +354,7 @@ def build_fake_model(
 # --- strategies on fake tensors ---------------------------------------------------------------------
 
 
-def make_strategy_with_substitutes(request: Request) -> base.Strategy:
+def make_strategy_for_fake_tensors(request: Request) -> base.Strategy:
     """Return the request's strategy, with substitutes for what other processes provide.
 
     A substitute overrides only what leaves the process, so that the plan does everything else that a
@@ -392,7 +392,7 @@ def _allocate_unshared_tensors(layout: Layout, shared: bool) -> FlatTensors:
     return FlatTensors(weights, torch.zeros_like(weights), buffers)
 
 
-def list_ddp_substitutes(strategy: base.Strategy) -> list[Replica]:
+def list_fake_ddp_modules(strategy: base.Strategy) -> list[Replica]:
     """Return the substitutes for DistributedDataParallel in the strategy's wrapped model."""
     module = getattr(strategy, "module", None)
     return [] if module is None else [m for m in module.modules() if isinstance(m, Replica)]

@@ -61,7 +61,7 @@ def make_footprint_from_few_parts(
     steps = request.gradient_accumulation_steps
     if steps > FEW + MORE:
         try:
-            return extrapolate_accumulated_parts(request, make)
+            return extrapolate_gradient_accumulation(request, make)
         # The error is dropped, since the trace of all parts below either raises it again or succeeds.
         except (
             TraceMismatchError,
@@ -73,7 +73,7 @@ def make_footprint_from_few_parts(
     return make(request)
 
 
-def extrapolate_accumulated_parts(
+def extrapolate_gradient_accumulation(
     request: Request, make_footprint: Callable[[Request], Footprint]
 ) -> Footprint:
     """Extrapolate the footprint of a step to many accumulated parts of a batch.
@@ -190,14 +190,14 @@ def sum_weighted_footprints(
         stages = [sum_weighted_footprints(of_stage, part_counts, weights) for of_stage in alike]
         return replace(stages[0], stage_footprints=stages)
     of_parts = [
-        _scale_slopes_over_batch(f, n) for f, n in zip(footprints, part_counts, strict=False)
+        _scale_bytes_per_sample(f, n) for f, n in zip(footprints, part_counts, strict=False)
     ]
     few, more = of_parts[-2:]
     further = (part_counts[-1] - part_counts[-2]) // (part_counts[-2] - part_counts[-3])
     collectives = extrapolate_collective_entries(few.collectives, more.collectives, further)
     plain = [replace(f, collectives=[]) for f in of_parts]
     drawn = replace(sum_weighted_numbers(plain, weights), collectives=collectives)
-    return _scale_slopes_over_batch(drawn, 1 / part_counts[-1])
+    return _scale_bytes_per_sample(drawn, 1 / part_counts[-1])
 
 
 def extrapolate_collective_entries(
@@ -211,7 +211,7 @@ def extrapolate_collective_entries(
         TraceMismatchError: If collectives are not repeated from part to part.
     """
     a, b = (
-        [tuple(map(_round_division_error, call)) for call in each]
+        [tuple(map(_round_off_division_error, call)) for call in each]
         for each in (few_collectives, more_collectives)
     )
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
@@ -223,12 +223,12 @@ def extrapolate_collective_entries(
     return b[:same] + b[same : same + added] * (num_further_parts + 1) + b[same + added :]
 
 
-def _round_division_error(value: Any) -> Any:
+def _round_off_division_error(value: Any) -> Any:
     """Remove the rounding error of a division from a number of bytes."""
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _scale_slopes_over_batch(footprint: Footprint, factor: float) -> Footprint:
+def _scale_bytes_per_sample(footprint: Footprint, factor: float) -> Footprint:
     """Return the footprint with all its bytes per sample multiplied by a factor.
 
     Bytes per sample of a part become bytes per sample of a batch.

@@ -72,10 +72,10 @@ class ReductionSize:
     def from_dict(cls, fields: dict[str, Any]) -> ReductionSize:
         return cls(**fields | {k: Affine(**fields[k]) for k in ("outputs", "inputs")})
 
-    def compute_buffer_bytes(self, batch: int, resident_threads: int) -> int:
+    def compute_kernel_buffer_bytes(self, batch: int, resident_threads: int) -> int:
         outputs, inputs = (round(line.evaluate_at(batch)) for line in (self.outputs, self.inputs))
         made = Reduction(outputs, inputs, self.together, self.partial_sum_bytes)
-        return made.compute_buffer_bytes(resident_threads)
+        return made.compute_kernel_buffer_bytes(resident_threads)
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,17 @@ class Moment:
     parts_bytes: dict[str, Affine]
     reduction_sums: ReductionSize | None = None
 
-    def compute_reduction_buffer_bytes(self, batch: int, resident_threads: int) -> int:
+    def compute_reduction_kernel_buffer_bytes(self, batch: int, resident_threads: int) -> int:
         """Return the bytes of the buffer of the reductions at this moment, on a GPU.
 
         The GPU holds `resident_threads` threads at once. The bytes are 0 if this number is unknown.
         """
         if self.reduction_sums is None or not resident_threads:
             return 0
-        return self.reduction_sums.compute_buffer_bytes(batch, resident_threads)
+        return self.reduction_sums.compute_kernel_buffer_bytes(batch, resident_threads)
 
     def compute_total_bytes(self, batch: int, resident_threads: int) -> float:
-        return self.total_bytes.evaluate_at(batch) + self.compute_reduction_buffer_bytes(
+        return self.total_bytes.evaluate_at(batch) + self.compute_reduction_kernel_buffer_bytes(
             batch, resident_threads
         )
 
@@ -199,7 +199,7 @@ class Footprint:
             self.peak_moments, key=lambda m: m.compute_total_bytes(batch, resident_threads)
         )
         parts = {k: round(v.evaluate_at(batch)) for k, v in highest.parts_bytes.items()}
-        if buffer_bytes := highest.compute_reduction_buffer_bytes(batch, resident_threads):
+        if buffer_bytes := highest.compute_reduction_kernel_buffer_bytes(batch, resident_threads):
             parts["scratch"] = parts.get("scratch", 0) + buffer_bytes
         return MemoryPeak(
             round(highest.compute_total_bytes(batch, resident_threads)), highest.phase, parts
@@ -322,7 +322,7 @@ class TracedSteps:
         trace: The trace.
         strategy: The strategy after the steps.
         phases_of_both_steps: Phases of each step.
-        first_events: Numbers of the events at which the steps and the evaluation begin.
+        first_event_numbers: Numbers of the events at which the steps and the evaluation begin.
         collectives_of_step: Collectives of a step, each with its bytes per sample.
         moments_of_other_steps: Moments of steps of other kinds.
     """
@@ -333,17 +333,17 @@ class TracedSteps:
     trace: OperatorTrace
     strategy: Strategy
     phases_of_both_steps: tuple[list[Phase], list[Phase]]
-    first_events: list[int]
+    first_event_numbers: list[int]
     collectives_of_step: list[CollectiveCall]
     moments_of_other_steps: list[Moment]
 
     @property
     def live_bytes_of_both_steps(self) -> list[list[int]]:
         """Allocated bytes after each event, for each of the two steps."""
-        length = self.first_events[1] - self.first_events[0]
+        length = self.first_event_numbers[1] - self.first_event_numbers[0]
         return [
             self.trace.list_live_bytes_after_events(edge, edge + length)
-            for edge in self.first_events[:2]
+            for edge in self.first_event_numbers[:2]
         ]
 
     @property
@@ -382,7 +382,12 @@ class TracedSteps:
 
     def make_footprint(self) -> Footprint:
         """Return the footprint that follows from the two traced steps."""
-        request, trace, strategy, edges = self.request, self.trace, self.strategy, self.first_events
+        request, trace, strategy, edges = (
+            self.request,
+            self.trace,
+            self.strategy,
+            self.first_event_numbers,
+        )
         parts, (flops, attention_flops) = self.parts, self.forward_and_attention_flops
         touched = [
             float(sum(phase.touched_bytes for phase in step)) for step in self.phases_of_both_steps
@@ -391,8 +396,10 @@ class TracedSteps:
             trace, self.phases_of_both_steps, self.live_bytes_of_both_steps, edges, parts
         )
         return Footprint(
-            model_states_bytes=strategy.model_states(),
-            between_steps_bytes=drop_zero_bytes(trace.get_device_bytes_by_purpose(edges[0])),
+            model_states_bytes=strategy.compute_model_state_bytes(),
+            between_steps_bytes=drop_purposes_without_bytes(
+                trace.get_device_bytes_by_purpose(edges[0])
+            ),
             peak_moments=_select_highest_moments(moments + self.moments_of_other_steps, parts),
             evaluation_peak=_find_evaluation_peak(trace, edges[2]),
             collectives=[c.as_tuple for c in self.collectives_of_step],
@@ -445,7 +452,7 @@ def trace_two_steps(
     trace, strategy = fake.trace_training_steps(
         request, batches, 0, stage, trial, blocks, microbatch_counts
     )
-    steps, edges = _split_trace_into_steps(trace)
+    steps, edges = _list_step_phases_and_first_events(trace)
     each = [[c for phase in step for c in phase.collectives] for step in steps]
     kinds = [[(c.collective_name, c.group_size) for c in calls] for calls in each]
     if edges[1] - edges[0] != edges[2] - edges[1] or kinds[0] != kinds[1]:
@@ -463,22 +470,29 @@ def trace_two_steps(
     others = []
     # A strategy may have several kinds of steps. All are traced, since the peak is the maximum over all
     # kinds.
-    for number in strategy.list_first_steps_by_kind[1:]:
+    for number in strategy.steps_that_change_the_work[1:]:
         other, _ = fake.trace_training_steps(request, batches, number, stage, trial)
         lives_of = TracedSteps(
-            request, parts, None, other, strategy, *_split_trace_into_steps(other), [], []
+            request,
+            parts,
+            None,
+            other,
+            strategy,
+            *_list_step_phases_and_first_events(other),
+            [],
+            [],
         )
         others += _find_peak_moments(
             other,
             lives_of.phases_of_both_steps,
             lives_of.live_bytes_of_both_steps,
-            lives_of.first_events,
+            lives_of.first_event_numbers,
             parts,
         )
     return TracedSteps(request, parts, blocks, trace, strategy, steps, edges, collectives, others)
 
 
-def _split_trace_into_steps(
+def _list_step_phases_and_first_events(
     trace: OperatorTrace,
 ) -> tuple[tuple[list[Phase], list[Phase]], list[int]]:
     """Return the phases of both traced steps, and where steps and evaluation begin.
@@ -533,7 +547,7 @@ def _count_model_flops_per_sample(
     """Count a model's floating-point operations per sample, once per process."""
     from stratbench.extensions.plan.footprint.fake import build_fake_model
 
-    network = models.make_model_metadata(model, json.loads(own_model_json))
+    network = models.make_metadata_or_keep_name(model, json.loads(own_model_json))
     return count_flops(partial(build_fake_model, network, classes, shape, blocks), shape)
 
 
@@ -550,22 +564,22 @@ def _find_peak_moments(
     """
     lines = [Affine.fit_two_values(pair, parts) for pair in zip(*live_bytes, strict=True)]
     chosen: list[tuple[int, ReductionSize | None]] = [
-        (i, None) for i in find_highest_lines(lines, parts)
+        (i, None) for i in find_highest_line_indices(lines, parts)
     ]
-    for sums, at in list_positions_by_reduction(steps, first_events, parts).items():
-        chosen += [(at[i], sums) for i in find_highest_lines([lines[i] for i in at], parts)]
+    for sums, at in list_positions_by_reduction_size(steps, first_events, parts).items():
+        chosen += [(at[i], sums) for i in find_highest_line_indices([lines[i] for i in at], parts)]
     moments = []
     for i, sums in chosen:
         both = [trace.get_device_bytes_by_purpose(edge + i) for edge in first_events[:2]]
         held = {k: Affine.fit_two_values((both[0][k], both[1][k]), parts) for k in both[0]}
         used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
         # The last of the first i events has the number i - 1.
-        phase = trace.get_phase_of_event(first_events[1] + max(i - 1, 0))
+        phase = trace.get_phase_name_of_event(first_events[1] + max(i - 1, 0))
         moments.append(Moment(phase, lines[i], used, sums))
     return moments
 
 
-def list_positions_by_reduction(
+def list_positions_by_reduction_size(
     steps: tuple[list[Phase], list[Phase]], first_events: list[int], parts: int
 ) -> dict[ReductionSize, list[int]]:
     """Return where a trace has CUDA reductions, by the size of the reduction.
@@ -574,7 +588,7 @@ def list_positions_by_reduction(
 
     Args:
         steps: Phases of both steps.
-        first_events: Events at which the steps begin.
+        first_event_numbers: Events at which the steps begin.
         parts: Number of parts of a batch.
     """
     made = [
@@ -602,12 +616,13 @@ def _select_highest_moments(moments: list[Moment], min_batch: int) -> list[Momen
     for sums in dict.fromkeys(m.reduction_sums for m in moments):
         same_sums = [m for m in moments if m.reduction_sums == sums]
         highest += [
-            same_sums[i] for i in find_highest_lines([m.total_bytes for m in same_sums], min_batch)
+            same_sums[i]
+            for i in find_highest_line_indices([m.total_bytes for m in same_sums], min_batch)
         ]
     return highest
 
 
-def find_highest_lines(lines: list[Affine], min_batch: int = 1) -> list[int]:
+def find_highest_line_indices(lines: list[Affine], min_batch: int = 1) -> list[int]:
     """Return the indices of the lines that are highest for some batch size.
 
     Batches have `min_batch` samples or more. The indices are ordered by ascending slope.
@@ -637,9 +652,11 @@ def _find_evaluation_peak(trace: OperatorTrace, first_event: int) -> MemoryPeak:
     live = trace.list_live_bytes_after_events(first_event, stop)
     at = max(range(len(live)), key=live.__getitem__)
     return MemoryPeak(
-        live[at], "evaluation", drop_zero_bytes(trace.get_device_bytes_by_purpose(first_event + at))
+        live[at],
+        "evaluation",
+        drop_purposes_without_bytes(trace.get_device_bytes_by_purpose(first_event + at)),
     )
 
 
-def drop_zero_bytes(bytes_by_purpose: dict[str, int]) -> dict[str, int]:
+def drop_purposes_without_bytes(bytes_by_purpose: dict[str, int]) -> dict[str, int]:
     return {k: v for k, v in bytes_by_purpose.items() if v}

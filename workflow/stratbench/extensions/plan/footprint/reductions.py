@@ -72,9 +72,14 @@ class Reduction:
         others = [stride for stride, _ in merged[1:] + added]
         while any(n % together for n in (offset, merged[0][1], *others)):
             together //= 2
-        return cls(_multiply_sizes(merged), _multiply_sizes(added), together, max(4, item_bytes))
+        return cls(
+            _multiply_dimension_sizes(merged),
+            _multiply_dimension_sizes(added),
+            together,
+            max(4, item_bytes),
+        )
 
-    def compute_buffer_bytes(self, resident_threads: int) -> int:
+    def compute_kernel_buffer_bytes(self, resident_threads: int) -> int:
         """Return the bytes of the buffer and its counters on a GPU.
 
         The GPU holds `resident_threads` threads at once. The formula is that of PyTorch 2.11 (setReduceConfig
@@ -115,7 +120,7 @@ def _merge_contiguous_dimensions(dims: Iterable[StrideAndSize]) -> list[StrideAn
     return merged
 
 
-def _multiply_sizes(dims: list[StrideAndSize]) -> int:
+def _multiply_dimension_sizes(dims: list[StrideAndSize]) -> int:
     return math.prod(size for _, size in dims)
 
 

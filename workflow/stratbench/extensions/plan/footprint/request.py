@@ -26,7 +26,7 @@ RESHARDING = "reshard_after_forward"
 
 
 @cache
-def get_server_strategy_stand_in() -> str:
+def get_name_of_planned_server_strategy() -> str:
     """Return the name of the strategy with which the plan predicts all parameter servers."""
     return next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
 
@@ -68,7 +68,7 @@ class Request:
         planned = get_strategy_class(strategy)
         most, of_node = s.gpus, workers_per_node
         if planned.kind == "server":
-            strategy, most = get_server_strategy_stand_in(), 1
+            strategy, most = get_name_of_planned_server_strategy(), 1
             options = get_option_defaults(strategy)
         elif planned.kind == "own":  # of a user's command, only the model is traced
             options, most = get_option_defaults(strategy), 1
@@ -85,11 +85,11 @@ class Request:
             seed=0,
             global_batch=most,
             per_worker_batch=1,
-            **select_settings_of_footprint(s) | {"device": "cuda" if on_cuda else "cpu"},
+            **select_settings_that_affect_footprint(s) | {"device": "cuda" if on_cuda else "cpu"},
         )
         return cls(
             settings=settings,
-            input_shape=models.compute_input_shape(models.get_model(s), data.shape),
+            input_shape=models.compute_input_shape(models.get_model_or_name(s), data.shape),
             classes=data.classes,
             values=data.values,
             workers_per_node=min(most, of_node),
@@ -148,7 +148,7 @@ class Request:
     @property
     def model_source(self) -> str | models.Model:
         """The model as the functions of `models` expect it: a name or a `Model`."""
-        return models.get_model(self.settings)
+        return models.get_model_or_name(self.settings)
 
     @property
     def is_worker_of_server(self) -> bool:
@@ -175,7 +175,7 @@ class Request:
         )
 
     @property
-    def may_reshard(self) -> bool:
+    def has_resharding_option(self) -> bool:
         """Whether the strategy has an option that says when gathered parameters are freed."""
         return RESHARDING in self.options
 
@@ -203,7 +203,7 @@ class MicrobatchCounts(NamedTuple):
     num_waiting_for_backward: int
 
 
-def select_settings_of_footprint(s: Settings) -> dict[str, Any]:
+def select_settings_that_affect_footprint(s: Settings) -> dict[str, Any]:
     """Return the settings that affect a footprint, as the metadata of settings say."""
     selected = {}
     for field in fields(Settings):
@@ -236,7 +236,7 @@ def compute_data_bytes(data: Dataset, input_shape: tuple[int, ...], augment: boo
 
 def compute_target_bytes_per_sample(data: Dataset) -> int:
     """Return the bytes of one sample's target, as the data set stores it."""
-    kind, shape = data.target_type_and_shape
+    kind, shape = data.target_dtype_name_and_shape
     return {"uint8": 1, "int32": 4, "float32": 4, "int64": 8}[kind] * math.prod(shape)
 
 

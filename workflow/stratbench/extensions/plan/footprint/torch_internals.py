@@ -127,7 +127,9 @@ def open_fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False) -> Iterator[None]:
+def patch_torch_for_fake_tensors(
+    on_cuda: bool, fused: bool, counts_steps: bool = False
+) -> Iterator[None]:
     """Replace functions of torch that fail on fake tensors or without a GPU.
 
     They are restored when the block ends.
@@ -166,7 +168,7 @@ def patch_torch_for_fakes(on_cuda: bool, fused: bool, counts_steps: bool = False
         # Without this replacement FSDP would cut every rank's shard of every parameter, which takes minutes
         # for a thousand ranks.
         stack.enter_context(
-            replace_attribute(_fsdp_param, "_chunk_with_empty", _take_share_of_first_rank)
+            replace_attribute(_fsdp_param, "_chunk_with_empty", _cut_shard_of_first_rank)
         )
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -208,7 +210,7 @@ def unregister_kernels(library: Library) -> None:
     library._destroy()
 
 
-def _take_share_of_first_rank(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
+def _cut_shard_of_first_rank(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
     """Return rank 0's shard of a tensor, which is the largest.
 
     The plan uses no other shard.

@@ -47,7 +47,7 @@ class Phase:
     recomputed_flops: int = 0  # part of `flops` that checkpointed blocks compute again
     collectives: list[CollectiveCall] = field(default_factory=list)
     #: FLOPs and touched bytes of the phase up to the start of each of its collectives.
-    work_before_collectives: list[tuple[int, int]] = field(default_factory=list)
+    flops_and_bytes_before_collectives: list[tuple[int, int]] = field(default_factory=list)
     #: Reductions that may need a buffer on CUDA, each with the number of events before it.
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
@@ -172,7 +172,7 @@ class OperatorTrace(TorchDispatchMode):
             self._tag_fsdp_buffers(op.__name__, args, kwargs, made)
         if collective is not None:
             phase.collectives.append(collective)
-            phase.work_before_collectives.append(reached)
+            phase.flops_and_bytes_before_collectives.append(reached)
         return out
 
     def _log_collective(self, op: Any, args: Any, kwargs: Any) -> CollectiveCall | None:
@@ -270,14 +270,14 @@ class OperatorTrace(TorchDispatchMode):
             parts[self._find_storage_purpose(number, born[number])] += n_bytes
         return parts
 
-    def get_phase_of_event(self, event: int) -> str:
+    def get_phase_name_of_event(self, event: int) -> str:
         """Return the name of the phase that an event belongs to."""
         return [p.name for p in self.phases if p.first_event <= event][-1]
 
     def _find_storage_purpose(self, storage_number: int, first_event: int) -> str:
         if storage_number in self.tags:
             return self.tags[storage_number]
-        in_forward = self.get_phase_of_event(first_event) in ("forward", "evaluate")
+        in_forward = self.get_phase_name_of_event(first_event) in ("forward", "evaluate")
         return "activations" if in_forward else "temporaries"
 
 
@@ -285,7 +285,7 @@ def _count_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _list_convolution_forward_copies(args: Any, out: torch.Tensor) -> list[list[int]]:
+def _list_convolution_forward_copy_bytes(args: Any, out: torch.Tensor) -> list[list[int]]:
     """Return the bytes of oneDNN's copies in the forward of a convolution.
 
     The copies are of input, weight and result, in oneDNN's blocked layout.
@@ -293,7 +293,7 @@ def _list_convolution_forward_copies(args: Any, out: torch.Tensor) -> list[list[
     return [[_count_bytes(args[0]), _count_bytes(args[1]), _count_bytes(out)]]
 
 
-def _list_convolution_backward_copies(args: Any, out: Any) -> list[list[int]]:
+def _list_convolution_backward_copy_bytes(args: Any, out: Any) -> list[list[int]]:
     """Return the bytes of oneDNN's copies in the backward of a convolution.
 
     The copies are for the input's gradient and for the weight's.
@@ -303,8 +303,8 @@ def _list_convolution_backward_copies(args: Any, out: Any) -> list[list[int]]:
 
 
 _CONVOLUTIONS = {
-    torch.ops.aten.convolution: _list_convolution_forward_copies,
-    torch.ops.aten.convolution_backward: _list_convolution_backward_copies,
+    torch.ops.aten.convolution: _list_convolution_forward_copy_bytes,
+    torch.ops.aten.convolution_backward: _list_convolution_backward_copy_bytes,
 }
 
 

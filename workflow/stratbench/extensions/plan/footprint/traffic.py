@@ -56,7 +56,7 @@ def compute_wire_bytes(
     in_place = {"reduce_scatter": "all_reduce"} if on_gloo else {}
     each = (CollectiveCall(in_place.get(kind, kind), *rest) for kind, *rest in collectives)
     return sum(
-        call.count_wire_bytes(world_size, samples)
+        call.compute_ring_sent_bytes(world_size, samples)
         for call in each
         if ranks_per_node is None or call.has_groups_within_nodes(ranks_per_node, world_size)
     )

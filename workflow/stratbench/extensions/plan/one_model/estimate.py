@@ -210,7 +210,7 @@ def _trace_equal_blocks(request: Request) -> PathAndCount | None:
     """Return the path and number of the model's equal blocks, or None."""
     # Errors are dropped here, since the trace of the whole model reports them.
     with suppress(Exception), fake.open_fake_worker_environment(request):
-        model, _, _ = fake.build_worker(request)
+        model, _, _ = fake.build_model_strategy_and_worker(request)
         return find_equal_blocks(request, model)
     return None
 

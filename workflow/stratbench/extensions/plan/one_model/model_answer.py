@@ -20,8 +20,8 @@ from stratbench.cell.installation import PACKAGE
 from stratbench.extensions.plan.check import (
     Network,
     Rehearsal,
+    dry_run_requests,
     find_cell_refusal_reason,
-    rehearse_requests,
 )
 from stratbench.extensions.plan.device_rates import (
     Device,
@@ -103,7 +103,7 @@ class StrategyAnswer:
     time_source: str = ""
 
     @property
-    def samples_per_s(self) -> tuple[float, float, float] | None:
+    def low_high_usual_samples_per_s(self) -> tuple[float, float, float] | None:
         """Samples per second on all GPUs: lowest, highest, and usual. None if unpredicted."""
         if self.step_s is None:
             return None
@@ -143,13 +143,15 @@ class Answer:
             return self.question.tokens or USUAL_TOKENS
         return self.question.samples or USUAL_IMAGES
 
-    def compute_throughput(self, strategy_answer: StrategyAnswer) -> tuple[float, float, float]:
+    def compute_low_high_usual_throughput(
+        self, strategy_answer: StrategyAnswer
+    ) -> tuple[float, float, float]:
         """Return a choice's throughput in tokens or samples per second.
 
         The three values are the worst, the best, and the one to compare by.
         """
         each = self.data.shape[0] if self.data.is_text else 1
-        return tuple(each * rate for rate in strategy_answer.samples_per_s)
+        return tuple(each * rate for rate in strategy_answer.low_high_usual_samples_per_s)
 
 
 def answer_model_question(
@@ -192,7 +194,7 @@ def answer_model_question(
     dry_runs: dict[Any, Rehearsal] = {}
     networks: dict[Network, Any] = {}
 
-    def make_answer_of_subjects(cells_to_answer: Iterable[CellToPlan]) -> Answer:
+    def make_answer_for_cells(cells_to_answer: Iterable[CellToPlan]) -> Answer:
         choices = [
             _make_strategy_answer(
                 s, networks[Network.from_request(s.request)], dry_runs[s.request], sheet, cluster
@@ -209,12 +211,12 @@ def answer_model_question(
     early = [s for s in subjects if s.cell.strategy == subjects[0].cell.strategy]
     for some in (early, subjects):
         with redirect_stdout(sys.stderr):
-            of_networks, of_requests = rehearse_requests([s.request for s in some], folder)
+            of_networks, of_requests = dry_run_requests([s.request for s in some], folder)
         networks |= of_networks
         dry_runs |= of_requests
         if some is early and len(early) < len(subjects):
-            report_first(make_answer_of_subjects(early))
-    return make_answer_of_subjects(subjects)
+            report_first(make_answer_for_cells(early))
+    return make_answer_for_cells(subjects)
 
 
 def _find_gpu_datasheet(question: Question, config: Mapping[str, Any]) -> Datasheet:
@@ -354,6 +356,6 @@ def predict_strategy_answer(
 def _make_speed_sort_key(strategy_answer: StrategyAnswer) -> tuple[int, float]:
     """Return a key that sorts the fastest strategy that fits first, unpredicted ones last."""
     order = 2 if not strategy_answer.verdict else 0 if strategy_answer.verdict == FITS else 1
-    if strategy_answer.samples_per_s and order == 0:
-        return order, -strategy_answer.samples_per_s[2]
+    if strategy_answer.low_high_usual_samples_per_s and order == 0:
+        return order, -strategy_answer.low_high_usual_samples_per_s[2]
     return order, strategy_answer.memory.allocated_bytes if strategy_answer.memory else 0.0

@@ -64,7 +64,7 @@ def make_model_study(
             f"data by --dataset, one of {', '.join(known)}"
         )
     entry = (config.get("models") or {}).get(model) or {}
-    if vocabulary := find_library_of_entry(entry).get_entry_vocabulary(entry):
+    if vocabulary := find_library_of_entry(entry).get_entry_vocabulary_size(entry):
         for values in usual.values():
             if "vocabulary" in values:
                 values["vocabulary"] = vocabulary
@@ -151,7 +151,9 @@ def _find_data_and_optimizer(
     if task is not None:
         return overrides["trained_on"][task]
     spec = models.get_model_specification(model, own)
-    named = models.make_model_metadata(model, spec and {"kwargs": {}, "wrap_classes": None} | spec)
+    named = models.make_metadata_or_keep_name(
+        model, spec and {"kwargs": {}, "wrap_classes": None} | spec
+    )
     reads_text = (models.MODELS[named] if isinstance(named, str) else named).reads_text
     if reads_text is None:
         return {}

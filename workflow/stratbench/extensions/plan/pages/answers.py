@@ -48,12 +48,12 @@ def answer_user_questions(plan: Plan) -> list[tuple[str, list[str]]]:
             "Which cells fit, and which strategy is the fastest?",
             list(_iter_fastest_strategy_sentences(plan)),
         ),
-        *_drop_unanswered_question(
+        *_list_question_if_answered(
             "Which division of the model among workers is best?",
             list(_iter_model_split_sentences(plan)),
         ),
         ("Which batch size fits?", list(_iter_batch_size_sentences(plan))),
-        *_drop_unanswered_question(
+        *_list_question_if_answered(
             "By how much can the model grow and still fit?",
             list(_iter_model_growth_sentences(plan)),
         ),
@@ -75,11 +75,11 @@ def answer_user_questions(plan: Plan) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _drop_unanswered_question(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
+def _list_question_if_answered(question: str, sentences: list[str]) -> list[tuple[str, list[str]]]:
     return [(question, sentences)] if sentences else []
 
 
-def _list_predicted_first_repeats(plan: Plan) -> list[PlannedCell]:
+def _list_predicted_first_repeat_cells(plan: Plan) -> list[PlannedCell]:
     """Return the cells with a predicted footprint, without further repeats."""
     return [c for c in plan.cells if c.cell.repeat == 0 and c.footprint is not None]
 
@@ -87,7 +87,7 @@ def _list_predicted_first_repeats(plan: Plan) -> list[PlannedCell]:
 def _iter_cells_on_most_workers(plan: Plan) -> Iterator[tuple[str, list[PlannedCell]]]:
     """Yield a label and the cells on the most workers, per experiment and model."""
     for (experiment, model), cells in group_cells_by(
-        _list_predicted_first_repeats(plan), "experiment", "model"
+        _list_predicted_first_repeat_cells(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)
         there = [c for c in cells if c.cell.gpus == workers]
@@ -115,7 +115,7 @@ def _iter_batch_size_sentences(plan: Plan) -> Iterator[str]:
         yield f"{setting}: the study's global batch is {settings.global_batch:,}. {fit}"
 
 
-def compute_parameter_growth(
+def compute_parameter_growth_range(
     footprint: Footprint, batch: int, available_bytes: float, resident_threads: int = 0
 ) -> LowHigh:
     """Return the factors by which the number of parameters can grow within a memory.
@@ -144,7 +144,7 @@ def _iter_model_growth_sentences(plan: Plan) -> Iterator[str]:
     """Yield sentences on which strategy is fastest if the model grows, among those that fit."""
     for setting, there in _iter_cells_on_most_workers(plan):
         growth = {
-            c.cell.strategy: compute_parameter_growth(
+            c.cell.strategy: compute_parameter_growth_range(
                 c.footprint,
                 c.subject.samples_per_step,
                 c.fit.room_bytes - c.needs.data_bytes,
@@ -163,7 +163,7 @@ def _iter_model_growth_sentences(plan: Plan) -> Iterator[str]:
                 chain.append(name)
         if chain:
             strategies_up_to_n_times = ", then ".join(
-                f"{name} up to {_format_parameter_growth(growth[name])}" for name in chain
+                f"{name} up to {_format_parameter_growth_range(growth[name])}" for name in chain
             )
             yield (
                 f"{setting}, with this batch: the fastest strategy that fits is {strategies_up_to_n_times} "
@@ -171,7 +171,7 @@ def _iter_model_growth_sentences(plan: Plan) -> Iterator[str]:
             )
 
 
-def _format_parameter_growth(growth_factors: LowHigh) -> str:
+def _format_parameter_growth_range(growth_factors: LowHigh) -> str:
     low, high = (f"{n:,.0f}" if n >= 10 else f"{n:.1f}" for n in growth_factors)
     return f"{low} times" if low == high else f"{low} to {high} times"
 
@@ -258,7 +258,7 @@ def _format_model_split(c: PlannedCell) -> str:
 
 
 def _iter_worker_count_sentences(plan: Plan) -> Iterator[str]:
-    known = _list_predicted_first_repeats(plan)
+    known = _list_predicted_first_repeat_cells(plan)
     if len({(c.cell.experiment, c.cell.model, c.cell.strategy) for c in known}) == len(known):
         yield "No strategy of the study runs on two different numbers of workers."
     for (experiment, model), cells in group_cells_by(known, "experiment", "model").items():
@@ -282,12 +282,12 @@ def _iter_worker_count_sentences(plan: Plan) -> Iterator[str]:
 
 
 def _iter_resharding_sentences(plan: Plan) -> Iterator[str]:
-    if not plan.footprints_by_resharding:
+    if not plan.footprints_by_request_and_resharding:
         yield "The study has no cells with FSDP."
     followed = [
         c
-        for c in _list_predicted_first_repeats(plan)
-        if c.subject.request in plan.footprints_by_resharding
+        for c in _list_predicted_first_repeat_cells(plan)
+        if c.subject.request in plan.footprints_by_request_and_resharding
     ]
     for (experiment, model, workers), cells in group_cells_by(
         followed, "experiment", "model", "gpus"
@@ -297,7 +297,7 @@ def _iter_resharding_sentences(plan: Plan) -> Iterator[str]:
             c.subject.request.with_options(**{RESHARDING: "always"}): c for c in reversed(cells)
         }
         for c in reversed(kinds.values()):
-            choice = plan.footprints_by_resharding[c.subject.request]
+            choice = plan.footprints_by_request_and_resharding[c.subject.request]
             always, never = choice["always"], choice["never"]
             batch, threads = c.subject.samples_per_step, c.fit.resident_threads
             peaks = [f.compute_training_peak(batch, threads).n_bytes for f in (always, never)]
@@ -322,7 +322,7 @@ def _iter_resharding_sentences(plan: Plan) -> Iterator[str]:
 
 def _iter_memory_part_sentences(plan: Plan) -> Iterator[str]:
     for (experiment, model), cells in group_cells_by(
-        _list_predicted_first_repeats(plan), "experiment", "model"
+        _list_predicted_first_repeat_cells(plan), "experiment", "model"
     ).items():
         workers = max(c.cell.gpus for c in cells)
         # Strategies whose workers do the same work are listed once, such as all parameter servers.

@@ -43,9 +43,9 @@ def _iter_check_result_lines(checked: StudyCheck) -> Iterator[str]:
         unchecked = {
             s.cell: reason
             for s in cells
-            if (reason := checked.rehearsals_by_request[s.request].unchecked_reason)
+            if (reason := checked.dry_runs_by_request[s.request].unchecked_reason)
         }
-        yield from _iter_network_lines(
+        yield from _iter_neural_network_lines(
             network, found, cells, checked.refusal_reasons_by_cell, unchecked
         )
     yield ""
@@ -59,13 +59,12 @@ def _iter_check_result_lines(checked: StudyCheck) -> Iterator[str]:
     else:
         yield f"none of {format_count(len(checked.cells_to_plan), 'cell')} would end as unsupported"
     if n := sum(
-        bool(checked.rehearsals_by_request[s.request].unchecked_reason)
-        for s in checked.cells_to_plan
+        bool(checked.dry_runs_by_request[s.request].unchecked_reason) for s in checked.cells_to_plan
     ):
         yield f"{format_count(n, 'cell')} could not be checked before the training"
 
 
-def _iter_network_lines(
+def _iter_neural_network_lines(
     network: Network,
     check_result: CheckResult,
     cells_to_plan: list[CellToPlan],

@@ -106,7 +106,7 @@ def _describe_strategy_answer(answer: Answer, strategy_answer: StrategyAnswer) -
     gpu, precision, unit = answer.gpu.name, answer.precision, answer.throughput_unit
     if strategy_answer.step_s is None:
         return f"{fits_with_memory} Its time is unknown, since {gpu} has no rate for {precision}."
-    low, high, usual = answer.compute_throughput(strategy_answer)
+    low, high, usual = answer.compute_low_high_usual_throughput(strategy_answer)
     from_public_runs = (
         f", from {strategy_answer.time_source}" if strategy_answer.time_source else ""
     )
@@ -163,7 +163,9 @@ def _make_strategy_table_row(answer: Answer, strategy_answer: StrategyAnswer) ->
     row += [format_bytes_in_unit(n, GIB) for n in memory]
     if strategy_answer.verdict == DOES_NOT_FIT or strategy_answer.step_s is None:
         return [*row, "", "", ""]
-    low, high, usual = map(_format_throughput, answer.compute_throughput(strategy_answer))
+    low, high, usual = map(
+        _format_throughput, answer.compute_low_high_usual_throughput(strategy_answer)
+    )
     gpu_hours = _compute_gpu_hours(answer, strategy_answer)
     mark = "*" if strategy_answer.time_source else ""
     return [
@@ -177,7 +179,7 @@ def _make_strategy_table_row(answer: Answer, strategy_answer: StrategyAnswer) ->
 def _compute_gpu_hours(answer: Answer, strategy_answer: StrategyAnswer) -> float:
     return (
         answer.num_training_samples_or_tokens
-        / answer.compute_throughput(strategy_answer)[2]
+        / answer.compute_low_high_usual_throughput(strategy_answer)[2]
         / 3600
         * answer.question.gpus
     )

@@ -13,7 +13,7 @@ from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import MIB, format_bytes, format_seconds
 from stratbench.extensions.plan.footprint.traffic import PARTS
 from stratbench.extensions.plan.quantities import format_time_range, sort_by_compared_time
-from stratbench.extensions.plan.schedule import Plan, PlannedCell, get_max_time_of_cell_s
+from stratbench.extensions.plan.schedule import Plan, PlannedCell, get_max_cell_time_s
 from stratbench.study import plan_file
 
 
@@ -151,7 +151,7 @@ def write_plan_json(plan: Plan, path: Path) -> None:
             "infeasible": None if c.state != "infeasible" else c.reason,
             "host_mem_mib": c.needs.host_mib,
             "servers_mem_mib": c.needs.servers_host_mib,
-            "cell_time_high_s": get_max_time_of_cell_s(c.fit),
+            "cell_time_high_s": get_max_cell_time_s(c.fit),
         }
         for c in plan.cells
         if c.needs is not None

@@ -11,7 +11,7 @@ from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.pages import format_html_safe_json, read_page_script, render_page
 from stratbench.cell.text.words import COLUMNS as WIDTH
 from stratbench.cell.text.words import (
-    choose_byte_unit,
+    choose_byte_unit_name_and_size,
     format_bytes,
     format_count,
     format_hours,
@@ -177,7 +177,7 @@ def _format_quantity_table(
         most = max(map(column.get_value, first.values()), default=0)
         # If all values are 0, they have the unit that suits the model's weights.
         weights = COLUMNS["state_parameters_bytes"]
-        unit, n_bytes = choose_byte_unit(
+        unit, n_bytes = choose_byte_unit_name_and_size(
             most or max(map(weights.get_value, first.values()), default=0)
         )
 

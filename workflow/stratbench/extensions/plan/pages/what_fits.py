@@ -21,8 +21,8 @@ from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, Re
 from stratbench.extensions.plan.footprint.traffic import compute_wire_bytes
 from stratbench.extensions.plan.needs import (
     CellToPlan,
-    compute_averaging_wire_bytes,
     compute_data_bytes_on_device,
+    compute_wire_bytes_of_averaging_step,
 )
 from stratbench.extensions.plan.schedule import Plan, PlannedCell
 from stratbench.strategies.base import Strategy
@@ -56,8 +56,8 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
     cells = [c for c in plan.cells if c.cell.repeat == 0]
     footprints: dict[str, int] = {}
     networks = [
-        _collect_network_values(plan, label, found, footprints)
-        for label, found in _group_by_network(cells).items()
+        _collect_neural_network_values(plan, label, found, footprints)
+        for label, found in _group_cells_by_neural_network(cells).items()
     ]
     return {
         "study": plan.study,
@@ -142,14 +142,14 @@ def _collect_cpu_values(cluster: Mapping[str, Any]) -> dict[str, Any]:
 # --- networks of the page ------------------------------------------------------------------------
 
 
-def _group_by_network(cells: Iterable[PlannedCell]) -> dict[str, list[PlannedCell]]:
+def _group_cells_by_neural_network(cells: Iterable[PlannedCell]) -> dict[str, list[PlannedCell]]:
     """Group the cells by network. The keys are the networks' labels on the page.
 
     Cells belong to one network if they differ only in settings that the page can change.
     """
     alike: dict[str, list[PlannedCell]] = {}
     for c in cells:
-        alike.setdefault(_make_network_key(c.subject), []).append(c)
+        alike.setdefault(_make_neural_network_key(c.subject), []).append(c)
     named: dict[str, list[PlannedCell]] = {}
     for found in alike.values():
         model, dataset = found[0].cell.model, found[0].cell.dataset
@@ -163,7 +163,7 @@ def _group_by_network(cells: Iterable[PlannedCell]) -> dict[str, list[PlannedCel
     return named
 
 
-def _make_network_key(s: CellToPlan) -> str:
+def _make_neural_network_key(s: CellToPlan) -> str:
     """Return a key of a cell's network, without the settings that the page can change."""
     # The page can switch checkpointing on or off. Cells with partial checkpointing are a network of their
     # own.
@@ -176,7 +176,7 @@ def _make_network_key(s: CellToPlan) -> str:
     return replace(s.settings, **same).as_json()
 
 
-def _collect_network_values(
+def _collect_neural_network_values(
     plan: Plan, label: str, cells: list[PlannedCell], footprint_indices: dict[str, int]
 ) -> dict[str, Any]:
     first = cells[0].subject
@@ -208,11 +208,11 @@ def _collect_network_values(
         "batch": s.global_batch,
         "on_cuda": first.request.is_on_cuda,
         "kinds": kinds,
-        "ahead": _list_projected_times(plan, cells),
+        "ahead": _collect_projected_times(plan, cells),
     }
 
 
-def _list_projected_times(
+def _collect_projected_times(
     plan: Plan, cells: list[PlannedCell]
 ) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Return projected times for numbers of workers that the study does not have.
@@ -226,12 +226,12 @@ def _list_projected_times(
         settings = own.get(replace(cell, gpus=0))
         if settings is not None and cell not in there:
             of_kind = found.setdefault(make_settings_key(settings), {})
-            told = _describe_recorded_time("projected", p.global_batch, p.span)
+            told = _make_recorded_time_values("projected", p.global_batch, p.span)
             of_kind.setdefault(cell.strategy, []).append(told | {"workers": cell.gpus})
     return found
 
 
-def _describe_recorded_time(kind: str, batch: int, span: Span) -> dict[str, Any]:
+def _make_recorded_time_values(kind: str, batch: int, span: Span) -> dict[str, Any]:
     """Return a training's recorded or projected time for the page, with its source.
 
     `kind` is measured, projected, or nearby (scaled from another cell's record).
@@ -272,8 +272,8 @@ def _collect_strategy_values(
         "parts": s.request.num_accumulated_parts,
         "least": c.min_samples_per_worker,
         "nodes": needs.nodes,
-        "data": _compute_data_bytes_line(s),
-        "wire": None if s.served else _describe_sent_bytes(s, c.footprint, needs.nodes),
+        "data": _compute_fixed_and_per_sample_data_bytes(s),
+        "wire": None if s.served else _make_sent_bytes_values(s, c.footprint, needs.nodes),
         "sent": needs.wire_bytes if s.served else 0,
         "awaits": s.strategy.waits_for_activations,
         "served": needs.served_bytes,
@@ -281,10 +281,10 @@ def _collect_strategy_values(
         "bubble": s.bubble_share,
         "slowdown": s.slowdown,
         "fused": duration.COMPILED if s.settings.compile else 1,
-        "host_s": duration.compute_offload_s_by_rates(needs.slowest_rank),
+        "host_s": duration.compute_offload_s_per_rate_case(needs.slowest_rank_footprint),
         "public": public_runs.is_like_public_runs(s.settings, s.data.is_text),
         "recorded": recorded
-        and _describe_recorded_time(
+        and _make_recorded_time_values(
             _find_evidence_kind(plan, c), s.settings.global_batch, recorded
         ),
     }
@@ -317,13 +317,13 @@ def _find_slowest_stage_index(footprint: Footprint) -> int:
     )
 
 
-def _compute_data_bytes_line(s: CellToPlan) -> FixedAndPerSample:
+def _compute_fixed_and_per_sample_data_bytes(s: CellToPlan) -> FixedAndPerSample:
     """Return bytes of data on the device: a fixed part, and bytes per sample."""
     fixed = compute_data_bytes_on_device(s, 0)
     return fixed, compute_data_bytes_on_device(s, 1) - fixed
 
 
-def _describe_sent_bytes(s: CellToPlan, footprint: Footprint, nodes: int) -> dict[str, Any]:
+def _make_sent_bytes_values(s: CellToPlan, footprint: Footprint, nodes: int) -> dict[str, Any]:
     """Return the bytes that a rank sends per step, as linear functions of its samples.
 
     `within` is the part in groups within a node. A rank sends in the first `start` steps, then in one of
@@ -332,7 +332,9 @@ def _describe_sent_bytes(s: CellToPlan, footprint: Footprint, nodes: int) -> dic
     on_gloo, gpus = not s.request.is_on_cuda, s.cell.gpus
     node_ranks = -(-gpus // nodes)
 
-    def compute_sent_bytes_line(ranks_per_node: int | None = None) -> FixedAndPerSample:
+    def compute_fixed_and_per_sample_sent_bytes(
+        ranks_per_node: int | None = None,
+    ) -> FixedAndPerSample:
         at = [
             fmean(
                 compute_wire_bytes(f.collectives, gpus, on_gloo, n, ranks_per_node)
@@ -343,25 +345,25 @@ def _describe_sent_bytes(s: CellToPlan, footprint: Footprint, nodes: int) -> dic
         return at[0], at[1] - at[0]
 
     plain = [
-        compute_averaging_wire_bytes(s, f, f.collectives, on_gloo)
+        compute_wire_bytes_of_averaging_step(s, f, f.collectives, on_gloo)
         for f in footprint.footprints_of_stages
     ]
-    start, period = find_exchange_steps(s.strategy)
+    start, period = find_num_first_steps_and_period(s.strategy)
     return {
-        "line": compute_sent_bytes_line(),
-        "within": compute_sent_bytes_line(node_ranks),
+        "line": compute_fixed_and_per_sample_sent_bytes(),
+        "within": compute_fixed_and_per_sample_sent_bytes(node_ranks),
         "start": start,
         "period": period,
-        "plain_steps": s.strategy.num_plain_steps,
+        "plain_steps": s.strategy.num_uncompressed_steps,
         "plain": fmean(plain),
     }
 
 
-def find_exchange_steps(strategy: Strategy) -> tuple[int, int]:
+def find_num_first_steps_and_period(strategy: Strategy) -> tuple[int, int]:
     """Return how many first steps exchange data, and the period of later exchanges."""
     if strategy.count_exchanges(MANY_STEPS) == MANY_STEPS:
         return 0, 1
-    return strategy.list_first_steps_by_kind[-1], strategy.steps_per_period
+    return strategy.steps_that_change_the_work[-1], strategy.steps_until_work_repeats
 
 
 def _get_or_add_footprint_index(footprint: Footprint, footprint_indices: dict[str, int]) -> int:
@@ -379,7 +381,7 @@ def _select_footprint_values(footprint: Footprint) -> dict[str, Any]:
         "moments": [
             [
                 m.phase,
-                _sum_lines_by_group(m.parts_bytes),
+                _list_fixed_and_per_sample_bytes(m.parts_bytes),
                 m.reduction_sums and _list_reduction_values(m.reduction_sums),
             ]
             for m in footprint.peak_moments
@@ -389,15 +391,15 @@ def _select_footprint_values(footprint: Footprint) -> dict[str, Any]:
         "flops": footprint.executed_flops_per_sample,
         "attention": footprint.attention_share,
         "operations": footprint.operations_per_step,
-        "touched": _make_line_pair(footprint.touched_bytes),
+        "touched": _get_fixed_and_per_sample(footprint.touched_bytes),
     }
 
 
-def _make_line_pair(line: Affine) -> FixedAndPerSample:
+def _get_fixed_and_per_sample(line: Affine) -> FixedAndPerSample:
     return line.fixed, line.per_sample
 
 
-def _sum_lines_by_group(lines_by_purpose: Mapping[str, Affine]) -> list[float]:
+def _list_fixed_and_per_sample_bytes(lines_by_purpose: Mapping[str, Affine]) -> list[float]:
     """Return each memory segment's fixed bytes, followed by its bytes per sample."""
     none = Affine(0, 0)
     return [
@@ -413,8 +415,8 @@ def _sum_bytes_by_group(bytes_by_purpose: Mapping[str, int]) -> list[int]:
 
 def _list_reduction_values(sums: ReductionSize) -> list[float]:
     return [
-        *_make_line_pair(sums.outputs),
-        *_make_line_pair(sums.inputs),
+        *_get_fixed_and_per_sample(sums.outputs),
+        *_get_fixed_and_per_sample(sums.inputs),
         sums.together,
         sums.partial_sum_bytes,
     ]

@@ -35,26 +35,26 @@ class Crossing:
     Attributes:
         strategy_before: Fastest strategy below the crossing.
         strategy_after: Fastest strategy above the crossing.
-        crossing_workers: Number of workers on which both strategies have the same projected step time.
-        largest_clear_count_below: Largest worker count below the crossing on which the intervals of both do
+        workers_at_crossing: Number of workers on which both strategies have the same projected step time.
+        largest_workers_without_overlap_below: Largest worker count below the crossing on which the intervals of both do
             not overlap, if any.
-        smallest_clear_count_above: Smallest worker count above the crossing on which the intervals of both do
+        smallest_workers_without_overlap_above: Smallest worker count above the crossing on which the intervals of both do
             not overlap, if any.
     """
 
     strategy_before: str
     strategy_after: str
-    crossing_workers: float
-    largest_clear_count_below: int | None
-    smallest_clear_count_above: int | None
+    workers_at_crossing: float
+    largest_workers_without_overlap_below: int | None
+    smallest_workers_without_overlap_above: int | None
 
     def describe_crossing(self, worker_noun: str) -> str:
         """Return a sentence on the worker count from which on another strategy is the fastest."""
         apart = [
             f"{name} is clearly faster on {count}"
             for name, count in (
-                (self.strategy_before, self.largest_clear_count_below),
-                (self.strategy_after, self.smallest_clear_count_above),
+                (self.strategy_before, self.largest_workers_without_overlap_below),
+                (self.strategy_after, self.smallest_workers_without_overlap_above),
             )
             if count is not None
         ]
@@ -63,7 +63,7 @@ class Crossing:
             or "their intervals overlap on all counts, so that either may be faster"
         )
         return (
-            f"From about {format_count(round(self.crossing_workers), worker_noun)} on, "
+            f"From about {format_count(round(self.workers_at_crossing), worker_noun)} on, "
             f"{self.strategy_after} is faster than {self.strategy_before}; by the intervals of 80 %, {sure}."
         )
 

@@ -56,7 +56,8 @@ class ProjectionEvidence(Evidence):
             usable = sorted((c for c in line if not c.exclusion_kind), key=lambda c: c.gpus)
             by_count = self.projected.get((*question, name), {}) if usable else {}
             requested = by_count.get(
-                constraints.gpus, Projected(missing_projection_reason(usable, constraints.gpus))
+                constraints.gpus,
+                Projected(find_missing_projection_reason(usable, constraints.gpus)),
             )
             for c in line:
                 c.no_projection_reason = requested.missing_reason
@@ -94,7 +95,7 @@ def make_projected_candidate(
     candidate = replace(
         measured[-1],
         gpus=workers,
-        time_basis=f"projected from {projected.evidence_text}",
+        time_source_text=f"projected from {projected.evidence_text}",
         repetition_noun="repeat",
         has_projected_time=True,
         times=pd.Series(dtype=float),
@@ -114,7 +115,7 @@ def make_projected_candidate(
     return candidate
 
 
-def missing_projection_reason(measured: list[Candidate], workers: int) -> str:
+def find_missing_projection_reason(measured: list[Candidate], workers: int) -> str:
     """Return why a strategy has no projection to a number of workers.
 
     Args:

@@ -88,7 +88,7 @@ class SyncPolicy(Policy):
         if self.push_weight != 1.0:
             grad.mul_(self.push_weight)
         self._weight += self.push_weight
-        if self._advance_step(caller_gradient=grad):
+        if self._advance_step_if_complete(caller_gradient=grad):
             return Outcome.APPLIED
         if self._total is grad:
             self._total = self._copy_to_free_buffer(grad)
@@ -98,7 +98,7 @@ class SyncPolicy(Policy):
 
     def on_skip(self, worker: int, read_version: int) -> None:
         self._arrived.add(worker)
-        self._advance_step()
+        self._advance_step_if_complete()
 
     def on_leave(self, worker: int) -> None:
         self._live.discard(worker)
@@ -109,7 +109,7 @@ class SyncPolicy(Policy):
             self._arrived_and_left += 1
             if worker in self._held:
                 self._add_gradient_to_sum(self._held.pop(worker))
-        self._advance_step()
+        self._advance_step_if_complete()
 
     def on_join(self, worker: int) -> None:
         self._live.add(worker)
@@ -117,14 +117,14 @@ class SyncPolicy(Policy):
     def ready(self, worker: int) -> bool:
         return worker not in self._arrived
 
-    def _find_slot_limit_of_sum(self) -> float:
+    def _find_summable_slots_end(self) -> float:
         """Return the slot below which all gradients of the present step have arrived.
 
         It is infinity if the gradients of all live workers have arrived.
         """
         return min(self._live - self._arrived, default=math.inf)
 
-    def _advance_step(self, caller_gradient: Tensor | None = None) -> bool:
+    def _advance_step_if_complete(self, caller_gradient: Tensor | None = None) -> bool:
         """Add arrived gradients to the sum in the order of slots. If none is missing, update the weights.
 
         Args:
@@ -133,7 +133,7 @@ class SyncPolicy(Policy):
         Returns:
             Whether the weights were updated and the next step begins.
         """
-        limit = self._find_slot_limit_of_sum()
+        limit = self._find_summable_slots_end()
         for worker in sorted(w for w in self._held if w < limit):
             self._add_gradient_to_sum(self._held.pop(worker), caller_gradient)
         if limit != math.inf:
@@ -214,12 +214,12 @@ class BackupPolicy(SyncPolicy):
         if not self._is_push_late(worker, read_version):
             return super().on_push(worker, grad, read_version)
         self._late.add(worker)
-        self._advance_step()
+        self._advance_step_if_complete()
         return Outcome.DROPPED
 
     def on_skip(self, worker: int, read_version: int) -> None:
         (self._late if self._is_push_late(worker, read_version) else self._arrived).add(worker)
-        self._advance_step()
+        self._advance_step_if_complete()
 
     def on_leave(self, worker: int) -> None:
         self._late.discard(worker)
@@ -231,17 +231,17 @@ class BackupPolicy(SyncPolicy):
         self._passed.discard(worker)
         return passed or read_version != self.version
 
-    def _advance_step(self, caller_gradient: Tensor | None = None) -> bool:
+    def _advance_step_if_complete(self, caller_gradient: Tensor | None = None) -> bool:
         version, missing = self.version, self._live - self._arrived - self._late
         pushes = len(self._arrived) + self._arrived_and_left
-        stepped = pushes > 0 and super()._advance_step(caller_gradient)
+        stepped = pushes > 0 and super()._advance_step_if_complete(caller_gradient)
         if stepped:
             self._late.clear()
             if self.version == version:
                 self._passed |= missing
         return stepped
 
-    def _find_slot_limit_of_sum(self) -> float:
+    def _find_summable_slots_end(self) -> float:
         """Return infinity once the present step has all gradients that it averages, and -1 before.
 
         No gradient is summed before, because it is unknown which gradients will be the first to arrive.

@@ -566,13 +566,13 @@ class Channel:
             with contextlib.suppress(Closed):
                 self._links[0].connection.send(Frame(Kind.SETTLE, link.server, 0, frame.ticket))
         elif kind is Kind.WAIT:
-            self._record_missing_ticket(link)
+            self._record_that_no_ticket_is_free(link)
         elif kind is Kind.INIT:
             # If the server has closed the connection, a frame that it sent before has the reason.
             with contextlib.suppress(Closed):
                 self._send_initial_tensors(link)
         elif kind is Kind.EVAL:
-            self._record_missing_ticket(link)
+            self._record_that_no_ticket_is_free(link)
             self._next = Evaluation(frame.shard)
             self._next_arrived.set()
         elif kind is Kind.DONE:
@@ -625,7 +625,7 @@ class Channel:
         self._next = ticket
         self._next_arrived.set()
 
-    def _record_missing_ticket(self, link: Link) -> None:
+    def _record_that_no_ticket_is_free(self, link: Link) -> None:
         """Record that server 0 has no ticket for this worker at present.
 
         All weights are sent again with the next ticket. Server 0 sends WAIT first. Each other server repeats

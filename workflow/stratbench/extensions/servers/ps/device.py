@@ -169,11 +169,11 @@ class Staging:
         self._sender = threading.Thread(target=self._send_copied_tensors, daemon=True)
         self._sender.start()
         if self.weight is not None:
-            self._copy_tensor(
+            self._copy_tensor_to_host(
                 self.weight, self._own_weight, lambda: self._set_weight(self._own_weight)
             )
         # Running statistics are final after forward. So they are copied before backward.
-        self._copy_tensor(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
+        self._copy_tensor_to_host(self._flat.buffers, self._flat.host.buffers, self._push_buffers)
 
     def _handle_final_gradient(self, parameter: int) -> None:
         if self.armed:
@@ -184,14 +184,14 @@ class Staging:
         low, high = self._edges[bucket]
         first, stop = self._buckets[bucket]
         self._waiting.discard(bucket)
-        self._copy_tensor(
+        self._copy_tensor_to_host(
             self._flat.grads[low:high],
             self._flat.host.grads[low:high],
             lambda: self._push_shards(first, stop),
             self._unscaler,
         )
 
-    def _copy_tensor(
+    def _copy_tensor_to_host(
         self,
         source: torch.Tensor,
         target: torch.Tensor,
@@ -232,7 +232,9 @@ class Staging:
         for bucket in sorted(self._waiting, reverse=True):
             self._copy_bucket(bucket)
         if self._unscaler is not None:
-            self._copy_tensor(self._unscaler.overflow_flag, self._found, self._report_overflow)
+            self._copy_tensor_to_host(
+                self._unscaler.overflow_flag, self._found, self._report_overflow
+            )
         self._copied.put(None)
         self._sender.join()
         # After an error, the sending thread leaves items in the queue.

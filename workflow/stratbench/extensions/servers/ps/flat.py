@@ -17,7 +17,7 @@ from stratbench.extensions.servers.wire.shm import (
     get_dtype_name,
 )
 from stratbench.workload.flat import (
-    compute_flat_offsets_and_length,
+    compute_element_offsets_and_count,
     copy_into_flat_tensor,
     view_part_of_flat_tensor,
 )
@@ -71,8 +71,8 @@ class FlatSpace:
             raise ValueError("the model has no trainable parameters")
         self.parameters = [p for _, p in named]
         buffers = [b for _, b in named_buffers]
-        self.starts, numel = compute_flat_offsets_and_length(self.parameters)
-        buffer_starts, buffer_numel = compute_flat_offsets_and_length(buffers)
+        self.starts, numel = compute_element_offsets_and_count(self.parameters)
+        buffer_starts, buffer_numel = compute_element_offsets_and_count(buffers)
         described = [
             (name, list(t.shape), list(t.stride()), start)
             for (name, t), start in zip(

@@ -87,7 +87,7 @@ class StreamLane:
         """
         return self._get_receive_buffer(shard).nbytes
 
-    def compute_payload_bytes(self, pushed_bytes: int) -> int:
+    def compute_frame_payload_bytes(self, pushed_bytes: int) -> int:
         """Return the length of the payload of a frame that pushes `pushed_bytes` bytes."""
         return pushed_bytes
 
@@ -147,7 +147,7 @@ class SharedLane:
     def count_pushed_bytes(self, shard: int) -> int:
         return self.get_received_tensor(shard).nbytes
 
-    def compute_payload_bytes(self, pushed_bytes: int) -> int:
+    def compute_frame_payload_bytes(self, pushed_bytes: int) -> int:
         return 0
 
     def receive_shard(self, shard: int) -> None:
@@ -337,7 +337,7 @@ class Member:
         """Whether a reply to the worker is waiting to be sent."""
         return bool(self._outbox)
 
-    def send_replies(self, weights: Weights) -> None:
+    def send_replies_until_end(self, weights: Weights) -> None:
         """Send replies to the worker as soon as they are queued, until the end.
 
         Each worker has a thread that calls this method. So a slow link of one worker does not delay others.
@@ -390,7 +390,7 @@ class Member:
         self.connection.sock.close()
         del self.lane
 
-    def check_ticket(self, frame: Frame) -> None:
+    def check_frame_ticket(self, frame: Frame) -> None:
         """Raise ProtocolError unless a frame belongs to the worker's current ticket."""
         if frame.ticket != self.ticket:
             raise ProtocolError(

@@ -65,7 +65,7 @@ class Membership:
         """Return whether the training may begin after `n_lost_workers` were lost."""
         return len(self.ready_members) + n_lost_workers >= self.places
 
-    def list_absent_slots(self, lost_workers: Collection[int]) -> set[int]:
+    def list_slots_empty_at_start(self, lost_workers: Collection[int]) -> set[int]:
         """Return the slots that have no worker when the training begins.
 
         Args:
@@ -111,7 +111,7 @@ class OpenMembership(Membership):
     def may_training_start(self, n_lost_workers: int) -> bool:
         return bool(self.ready_members)
 
-    def list_absent_slots(self, lost_workers: Collection[int]) -> set[int]:
+    def list_slots_empty_at_start(self, lost_workers: Collection[int]) -> set[int]:
         return set(range(self.places)) - {m.place for m in self.ready_members}
 
     @property

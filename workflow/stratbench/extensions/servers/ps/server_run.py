@@ -165,19 +165,19 @@ class ServerRun:
             "snapshot_dir": self.config.snapshot_dir,
             "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
             "limit_bytes": store.limit_bytes,
-        } | self._make_welcome_additions(member)
+        } | self._make_extra_welcome_fields(member)
         send_welcome_to_worker(connection, self._secret, nonces, welcome, store.limit_bytes)
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._send_member_replies, args=(member,), daemon=True)
         sender.start()
         member.sender = sender  # set after its start, because `close` may join the thread
 
-    def _make_welcome_additions(self, member: Member) -> dict[str, Any]:
+    def _make_extra_welcome_fields(self, member: Member) -> dict[str, Any]:
         return {}
 
     def _send_member_replies(self, member: Member) -> None:
         try:
-            member.send_replies(self._store)
+            member.send_replies_until_end(self._store)
         except Closed:
             # The thread that receives from this worker handles the closed connection.
             pass
@@ -185,7 +185,9 @@ class ServerRun:
             self._stop_after_error(error)
             member.stop_sending_weights()
             with contextlib.suppress(Closed):
-                member.send_replies(self._store)  # sends the error, which is the next queued reply
+                member.send_replies_until_end(
+                    self._store
+                )  # sends the error, which is the next queued reply
 
     def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
         """Return the methods that handle frames without payload, by kind of frame."""
@@ -300,7 +302,7 @@ class ServerRun:
                 return
             self._store.make_shards(self._make_shard)
             self._initialised = True
-            for slot in self._membership.list_absent_slots(
+            for slot in self._membership.list_slots_empty_at_start(
                 [entry["worker"] for entry in self.lost]
             ):
                 self._store.remove_worker(slot, lost=True)
@@ -327,14 +329,14 @@ class ServerRun:
         self._start_training_clock()
         if self.config.server == 0:
             for member in sorted(self._membership.ready_members, key=lambda m: m.place):
-                self._hand_ticket(member)
+                self._hand_ticket_to_worker(member)
 
     def _start_training_clock(self) -> None:
         self._first_ticket_s = time.perf_counter()
 
     # --- tickets and pushes -----------------------------------------------------------------------
 
-    def _check_ticket(self, member: Member, frame: Frame) -> None:
+    def _check_frame_ticket(self, member: Member, frame: Frame) -> None:
         """Check a frame's ticket. On servers other than 0, a ticket's first frame assigns the ticket."""
         if self.config.server and self._initialised and member.ticket is None:
             if not 0 <= frame.ticket < len(self.plan):
@@ -342,7 +344,7 @@ class ServerRun:
                     f"malformed frame: the run has no ticket {frame.ticket}, only {len(self.plan)} tickets"
                 )
             member.assign_ticket(frame.ticket, self._store.mine)
-        member.check_ticket(frame)
+        member.check_frame_ticket(frame)
 
     def _reserve_ticket(self, member: Member) -> None:
         """Reserve a worker's next ticket before the last shard of the present ticket is applied.
@@ -383,7 +385,7 @@ class ServerRun:
                 member.queue_frame(Frame(Kind.OK, k, 1), member.lane.make_rehearsal_payload(k))
 
     def _on_push(self, member: Member, frame: Frame) -> None:
-        self._check_ticket(member, frame)
+        self._check_frame_ticket(member, frame)
         if (
             not member.scaled
             and frame.shard != BUFFERS
@@ -396,7 +398,7 @@ class ServerRun:
 
     def _on_apply_or_skip(self, member: Member, frame: Frame) -> None:
         """Handle APPLY and SKIP: apply a worker's push, or drop it because a gradient overflowed."""
-        self._check_ticket(member, frame)
+        self._check_frame_ticket(member, frame)
         self._reserve_ticket(member)
         if frame.kind is Kind.APPLY:
             self._store.apply_push(member, frame.ticket)
@@ -420,13 +422,15 @@ class ServerRun:
             member.ticket = None
             member.tickets += 1
             self._last_push_s = time.perf_counter()
-            self.epochs.count_ticket(number, self._last_push_s - self._first_ticket_s, self._store)
+            self.epochs.count_completed_ticket(
+                number, self._last_push_s - self._first_ticket_s, self._store
+            )
             if self.config.server:
                 self.done = self.epochs.is_complete
                 member.queue_frame(Frame(Kind.ACK, ticket=number))
                 return
-            self._settle_ticket(member.worker, number, server=0)
-            self._hand_ticket(member)
+            self._record_received_gradients(member.worker, number, server=0)
+            self._hand_ticket_to_worker(member)
 
     def _on_settle(self, member: Member, frame: Frame) -> None:
         """Handle SETTLE: a worker reports that another server has received all gradients of a ticket."""
@@ -436,14 +440,14 @@ class ServerRun:
             )
         with self._lock:
             if member.alive and frame.ticket in self.tickets.list_held_tickets(member.worker):
-                self._settle_ticket(member.worker, frame.ticket, frame.shard)
+                self._record_received_gradients(member.worker, frame.ticket, frame.shard)
 
-    def _settle_ticket(self, worker: int, ticket_number: int, server: int) -> None:
-        self.tickets.record_settled_ticket(worker, ticket_number, server)
-        self._finish_if_all_settled()
+    def _record_received_gradients(self, worker: int, ticket_number: int, server: int) -> None:
+        self.tickets.record_received_gradients(worker, ticket_number, server)
+        self._finish_if_all_tickets_completed()
 
-    def _finish_if_all_settled(self) -> None:
-        if self.tickets.are_all_settled:
+    def _finish_if_all_tickets_completed(self) -> None:
+        if self.tickets.are_all_completed:
             self._finish_training()
 
     def _finish_training(self) -> None:
@@ -454,7 +458,7 @@ class ServerRun:
         for other in live:
             other.queue_frame(Frame(Kind.DONE, shard=self._evaluator))
 
-    def _hand_ticket(self, member: Member) -> None:
+    def _hand_ticket_to_worker(self, member: Member) -> None:
         """Give a worker its next ticket, or tell it to wait if none is free. `_lock` is held."""
         if self.done:
             return
@@ -469,14 +473,14 @@ class ServerRun:
             member.assign_ticket(ticket.number, self._store.mine)
             member.queue_frame(Frame(Kind.TICKET, ticket=ticket.number), pack_ticket(*ticket))
         elif not member.idle:
-            self._tell_to_wait(member)
+            self._tell_worker_to_wait(member)
 
-    def _tell_to_wait(self, member: Member) -> None:
+    def _tell_worker_to_wait(self, member: Member) -> None:
         """Tell a worker that no ticket is free now. `_lock` is held."""
-        self._mark_idle(member)
+        self._mark_worker_idle(member)
         member.queue_frame(Frame(Kind.WAIT))
 
-    def _mark_idle(self, member: Member) -> None:
+    def _mark_worker_idle(self, member: Member) -> None:
         member.idle = True
         if self._tolerates_loss:
             self._store.remove_worker(member.place, lost=False)
@@ -485,7 +489,7 @@ class ServerRun:
         """Handle WAIT: a worker reports that server 0 has no ticket for it now."""
         with self._lock:
             if member.alive:
-                self._tell_to_wait(member)
+                self._tell_worker_to_wait(member)
 
     # --- workers that leave or are lost -----------------------------------------------------------
 
@@ -573,7 +577,7 @@ class ServerRun:
         """Give tickets to the workers that wait because no ticket was free. `_lock` is held."""
         for other in self._membership.live_members if self.config.server == 0 else ():
             if other.idle and other.evaluated_epoch is None:
-                self._hand_ticket(other)
+                self._hand_ticket_to_worker(other)
 
     def _fail_run(self, message: str) -> None:
         """End the run with an error, and tell all workers. `_lock` is held."""
@@ -593,7 +597,7 @@ class ServerRun:
         born, awake = time.monotonic(), PauseDetector(interval_s)
         while not self.over.wait(interval_s):
             now = time.monotonic()
-            self._lose_silent_members(now, awake.record_awake(now))
+            self._lose_silent_members(now, awake.update_last_pause_end(now))
             self._check_start_deadline(now - born)
 
     def _check_start_deadline(self, age_s: float) -> None:

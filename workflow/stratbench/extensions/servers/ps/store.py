@@ -94,12 +94,12 @@ class Store:
         if frame.shard not in self._to_fill:
             raise ProtocolError(f"malformed frame: INIT of shard {frame.shard} was not requested")
         if frame.shard == BUFFERS:
-            check_payload_length(frame, lane.compute_payload_bytes(self.layout.buffer_bytes))
+            check_payload_length(frame, lane.compute_frame_payload_bytes(self.layout.buffer_bytes))
             lane.receive_shard(BUFFERS)
             return lane.get_received_tensor(BUFFERS)
         start, stop = self.bounds[frame.shard]
         weights = torch.empty(stop - start, dtype=DTYPES[self.layout.dtype])
-        check_payload_length(frame, lane.compute_payload_bytes(weights.nbytes))
+        check_payload_length(frame, lane.compute_frame_payload_bytes(weights.nbytes))
         lane.receive_initial_shard(frame.shard, weights)
         return weights
 
@@ -139,7 +139,7 @@ class Store:
                 )
             numbers = list(range(first, last + 1))
         moved_bytes = sum(member.lane.count_pushed_bytes(k) for k in numbers)
-        check_payload_length(frame, member.lane.compute_payload_bytes(moved_bytes))
+        check_payload_length(frame, member.lane.compute_frame_payload_bytes(moved_bytes))
         return numbers
 
     def receive_push(self, member: Member, frame: Frame) -> None:
@@ -315,7 +315,7 @@ class EpochLog:
             self._set_next_epoch_end()
         self._end_complete_epochs(elapsed_s, store)
 
-    def count_ticket(self, ticket_number: int, elapsed_s: float, store: Store) -> None:
+    def count_completed_ticket(self, ticket_number: int, elapsed_s: float, store: Store) -> None:
         """Count a completed ticket, and end each epoch whose tickets are now all completed.
 
         Args:

@@ -161,7 +161,7 @@ class Tickets:
         self._servers_by_ticket: dict[int, set[int]] = {}
 
     @property
-    def are_all_settled(self) -> bool:
+    def are_all_completed(self) -> bool:
         """Whether every ticket of the plan is completed."""
         return self.n_settled == len(self.plan)
 
@@ -183,13 +183,13 @@ class Tickets:
             number, loser = self._returned.popleft()
             self.reassigned.append({"ticket": number, "from": loser, "to": worker})
         else:
-            number = self._take_unassigned_number(worker if slot is None else slot)
+            number = self._take_unassigned_ticket_number(worker if slot is None else slot)
             if number is None:
                 return None
         self._worker_by_ticket[number] = worker
         return self.plan.get_ticket(number)
 
-    def _take_unassigned_number(self, slot: int) -> int | None:
+    def _take_unassigned_ticket_number(self, slot: int) -> int | None:
         slices = self.plan.slices_per_step
         while not self._fresh:
             first = self._next_step * slices
@@ -202,7 +202,7 @@ class Tickets:
         self._fresh.remove(number)
         return number
 
-    def record_settled_ticket(self, worker: int, ticket_number: int, server: int = 0) -> None:
+    def record_received_gradients(self, worker: int, ticket_number: int, server: int = 0) -> None:
         """Record that a server has received all gradients of a ticket.
 
         The ticket is completed once all servers have recorded it.
@@ -225,7 +225,7 @@ class Tickets:
         self.settled_by[ticket_number] = worker
         self.n_settled += 1
 
-    def mark_settled_earlier(self, completed: Collection[int]) -> None:
+    def mark_completed_before_restart(self, completed: Collection[int]) -> None:
         """Mark tickets as completed that were completed before the servers were started again."""
         for number in completed:
             self.settled_by[number] = EARLIER

@@ -58,12 +58,12 @@ class PauseDetector:
         """Start to detect pauses.
 
         Args:
-            interval_s: Seconds between two calls of `record_awake`.
+            interval_s: Seconds between two calls of `update_last_pause_end`.
         """
         self._longest_s = 3 * interval_s
         self.since = self._looked = time.monotonic()
 
-    def record_awake(self, now: MonotonicSeconds) -> MonotonicSeconds:
+    def update_last_pause_end(self, now: MonotonicSeconds) -> MonotonicSeconds:
         """Record that this process runs at `now`, and return when its last pause ended.
 
         Both times are values of time.monotonic().
@@ -241,7 +241,7 @@ class Connection:
         now = time.monotonic()
         if self.deadline is not None and now > self.deadline:
             raise Silent("the peer sent no complete frame before the deadline")
-        heard = max(self.last_heard, self._awake.record_awake(now))
+        heard = max(self.last_heard, self._awake.update_last_pause_end(now))
         if self.silence_s is not None and now - heard > self.silence_s:
             raise Silent(f"the peer has sent nothing for {self.silence_s:g} s")
         if (

@@ -17,7 +17,7 @@ from stratbench.extensions.sets.comparing import figures, page, regression, tabl
 from stratbench.extensions.sets.comparing.comparison import compare_result_sets, describe_comparison
 from stratbench.extensions.sets.comparing.exploring import write_explore_page
 from stratbench.extensions.sets.comparing.union import decide_over_sets, iter_constraint_sentences
-from stratbench.extensions.sets.folders import claim_output_folder
+from stratbench.extensions.sets.folders import mark_folder_and_return_old_text
 from stratbench.extensions.sets.keys import EXPLORE, INDEX, PAGES
 from stratbench.extensions.sets.reading import ResultSet, read_set
 
@@ -56,7 +56,7 @@ def compare_sets_with_first(
     prices, constraints = prices or {}, constraints or Constraints()
     sets = [announce_and_read_set(source, name) for name, source in sources_by_name.items()]
     folder = out_root / make_comparison_folder_name(sources_by_name)
-    claim_comparison_folder(folder, sources_by_name)
+    create_comparison_folder(folder, sources_by_name)
     compared = [compare_result_sets(sets[0], other) for other in sets[1:]]
     decisions = decide_over_sets(sets, prices, constraints)
     watched = None
@@ -94,13 +94,13 @@ def compare_sets_with_first(
     return 1 if watched and regression.has_failing_outcome(watched) else 0
 
 
-def claim_comparison_folder(folder: Path, sources_by_name: Mapping[str, str]) -> None:
+def create_comparison_folder(folder: Path, sources_by_name: Mapping[str, str]) -> None:
     """Create or reuse the output folder of a comparison.
 
     If the folder has the comparison of other sets, print a note that this is replaced.
     """
     sets = ", ".join(f"{name}={source}" for name, source in sources_by_name.items())
-    previous_sets = claim_output_folder(folder, sets)
+    previous_sets = mark_folder_and_return_old_text(folder, sets)
     if previous_sets not in ("", sets):
         text = f"{folder} had the comparison of {previous_sets}, which is now replaced"
         print(replace_control_characters(text), file=sys.stderr)

@@ -17,7 +17,7 @@ from stratbench.analysis.records.groups import Group, Repeats, map_rows_by_group
 from stratbench.analysis.records.score import Score, read_score
 from stratbench.analysis.tables.summary import (
     describe_outcomes_of_cells,
-    group_severities_by_rule,
+    find_rule_severities_of_each_group,
     remove_outcome_counts,
 )
 from stratbench.cell.text.words import format_count
@@ -36,7 +36,7 @@ from stratbench.extensions.sets.reading import ResultSet
 from stratbench.statistics.intervals import IntervalEstimate
 from stratbench.statistics.moderated import ALPHA
 from stratbench.statistics.unpaired import (
-    compute_geometric_mean_from_logs,
+    compute_geometric_mean_with_interval,
     compute_mean_slowdown,
     compute_score_difference,
     compute_time_ratio,
@@ -64,7 +64,7 @@ class CellMeasurements:
     doubtful_rules: tuple[str, ...] = ()
 
     @property
-    def time_status_text(self) -> str:
+    def time_availability_text(self) -> str:
         """Text on the training times: `measured`, or the reason why there are none."""
         return self.failure_text or ("measured" if self.train_times_s else "rejected by the audit")
 
@@ -112,7 +112,7 @@ class ComparedCell:
         ):
             return describe_differences(self.work_differences)
         first, other = self.first_measurements, self.other_measurements
-        return f"{first.time_status_text} in one set, {other.time_status_text} in the other"
+        return f"{first.time_availability_text} in one set, {other.time_availability_text} in the other"
 
     @cached_property
     def time_ratio(self) -> IntervalEstimate | None:
@@ -255,7 +255,9 @@ class SetMeasurements:
         #: Rows of the failed repeats, by group (all repeats of a cell).
         self.bad = map_rows_by_group(bad)
         doubtful = [finding for finding in findings if finding["severity"] == "warning"]
-        self.doubts = group_severities_by_rule(doubtful, map_groups_to_data_sets(result_set))
+        self.doubts = find_rule_severities_of_each_group(
+            doubtful, map_groups_to_data_sets(result_set)
+        )
 
     def collect_group_measurements(self, group: Group, score: Score) -> CellMeasurements:
         """Return the times, scores, memory and outcomes of a group of repeats.
@@ -360,7 +362,7 @@ def average_ratios_by_strategy(cells: list[ComparedCell]) -> Iterator[StrategyMe
             here = [cell for cell in ratios if gpus in (None, cell.group.gpus)]
             rows = [(cell.group.model, math.log(cell.time_ratio.value)) for cell in here]
             by_model = pd.DataFrame(rows, columns=["model", "log"]).groupby("model")["log"].mean()
-            mean = compute_geometric_mean_from_logs(by_model.tolist())
+            mean = compute_geometric_mean_with_interval(by_model.tolist())
             pairs = [
                 (cell.other_measurements.train_times_s, cell.first_measurements.train_times_s)
                 for cell in here

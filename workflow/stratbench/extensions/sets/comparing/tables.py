@@ -11,10 +11,10 @@ import pandas as pd
 
 from stratbench.analysis.records.measures import NO_CELL
 from stratbench.analysis.tables.tables import (
+    build_table_lines,
     build_text_table,
     format_latex_table,
     format_markdown_table,
-    group_lines_by_model,
 )
 from stratbench.cell.files import write_text_atomically
 from stratbench.cell.text.words import shorten_for_table
@@ -109,7 +109,7 @@ def make_ratio_table(comparison: Comparison, experiment: str) -> pd.DataFrame:
         (c.group, format_ratio(c.time_ratio) if c.time_ratio else f"n/a ({c.no_ratio_reason})")
         for c in cells
     )
-    return build_text_table(counts, group_lines_by_model(texts), "worker")
+    return build_text_table(counts, build_table_lines(texts), "worker")
 
 
 def make_strategy_table(means: tuple[StrategyMean, ...]) -> pd.DataFrame:

@@ -52,7 +52,7 @@ def decide_over_sets(
         findings = result_set.findings.to_dict("records")
         weak = result_set.cells.groupby("experiment")["global_batch"].nunique() > 1
         for (experiment, _), rows in result_set.cells.groupby(["experiment", "model"], sort=False):
-            job = get_work_values(rows, bool(weak[experiment]))
+            job = get_common_work_values(rows, bool(weak[experiment]))
             if job is not None:
                 on_them = [
                     f for f in findings if f["experiment"] == experiment or pd.isna(f["experiment"])
@@ -60,7 +60,7 @@ def decide_over_sets(
                 jobs.setdefault(job, []).append(WorkPart(result_set.name, rows, on_them))
     studied = [
         (
-            unify_experiment_name(pd.concat([part.rows for part in parts])),
+            assign_first_experiment_name(pd.concat([part.rows for part in parts])),
             list(iter_candidates_of_sets(parts, prices, constraints)),
         )
         for parts in jobs.values()
@@ -69,7 +69,7 @@ def decide_over_sets(
     return decide_with_pooled_variance(studied, constraints)
 
 
-def get_work_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...] | None:
+def get_common_work_values(rows: pd.DataFrame, is_weak_scaling: bool) -> tuple[Any, ...] | None:
     """Return the values of WORK_COLUMNS that all rows of one experiment and model have.
 
     Return None if the rows have different values.
@@ -115,7 +115,7 @@ def iter_candidates_of_sets(
     yield from candidates
 
 
-def unify_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
+def assign_first_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of cells.csv that all have the experiment of the first row."""
     return rows.assign(experiment=rows["experiment"].iloc[0])
 

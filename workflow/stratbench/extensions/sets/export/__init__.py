@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stratbench.extensions.sets.archive import SetError
-from stratbench.extensions.sets.folders import claim_output_folder
+from stratbench.extensions.sets.folders import mark_folder_and_return_old_text
 from stratbench.extensions.sets.reading import ResultSet
 
 #: Names of the formats, each with the packages that it needs.
@@ -45,7 +45,7 @@ def export_set(result_set: ResultSet, formats: Sequence[str], out: Path) -> list
         raise SetError(
             f"{result_set.source} has no records, but the format {runs[0]} needs them; export to parquet"
         )
-    claim_output_folder(out)
+    mark_folder_and_return_old_text(out)
     folders = []
     for name, module in modules.items():
         folder = out / name

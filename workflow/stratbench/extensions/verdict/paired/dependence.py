@@ -24,7 +24,7 @@ NEUMANN_RATIO_BIAS = 0.1
 CORRELATIONS = np.linspace(0.0, 0.95, 39)
 
 
-def compute_neumann_ratio(
+def compute_neumann_ratio_and_distance(
     log_times: np.ndarray, is_active: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return von Neumann's ratio of the blocks, and its distance below 1 in standard deviations.
@@ -75,7 +75,7 @@ def compute_interval_widening_factor(
     """
     factor = np.ones(np.broadcast(neumann_ratio, num_blocks).shape)
     for n in (n for n in np.unique(num_blocks) if n >= 3):
-        ratios, factors = _compute_autoregressive_interval_factors(int(n))
+        ratios, factors = _compute_neumann_ratios_and_widenings(int(n))
         factor = np.where(
             num_blocks == n, np.interp(NEUMANN_RATIO_BIAS - neumann_ratio, -ratios, factors), factor
         )
@@ -83,7 +83,7 @@ def compute_interval_widening_factor(
 
 
 @cache
-def _compute_autoregressive_interval_factors(num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+def _compute_neumann_ratios_and_widenings(num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the expected von Neumann's ratio and the widening factor, for each of CORRELATIONS.
 
     Args:

@@ -40,7 +40,7 @@ class PairedComparison:
     equals_ddp: tuple[bool, ...]
     #: Experiment, model and, if it changes the updates, number of workers. In comparisons with equal keys,
     #: all strategies that equal DDP have the same score.
-    arithmetic_key: tuple[Any, ...]
+    shared_score_key: tuple[Any, ...]
     #: The declared traits of each strategy.
     traits: tuple[Traits, ...] = ()
     #: Hash of each strategy's settings, from `hash_trained_settings`.
@@ -187,7 +187,7 @@ SEPARATE_JOBS_REASON = "its workers are separate jobs, and a block is one alloca
 OWN_COMMAND_REASON = "it is trained by a command of yours, which cannot run in short segments"
 
 
-def find_cells_that_blocks_cannot_time(study: Study) -> dict[str, str]:
+def find_reasons_against_timing_in_blocks(study: Study) -> dict[str, str]:
     """Return the path of each cell that blocks cannot time, with the reason."""
     apart = (cell.path for cell in study.cells if study.settings(cell).workers_are_jobs)
     own = (cell.path for cell in study.cells if study.get_strategy_kind(cell.strategy) == "own")
@@ -199,7 +199,7 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
     study = Study(config, config["study"])
     keys = config.get("verdict") or {}
     root = Path(config["results"])
-    skipped = Jobs(config, study).skip_reasons | find_cells_that_blocks_cannot_time(study)
+    skipped = Jobs(config, study).skip_reasons | find_reasons_against_timing_in_blocks(study)
     comparisons = tuple(iter_comparisons(study, skipped))
     notes = [
         f"{path} is not compared: {reason}"
@@ -252,7 +252,7 @@ def iter_comparisons(
             strategies=tuple(cell.strategy for cell in cells),
             uses_servers=tuple(get_strategy_class(s.strategy).kind == "server" for s in settings),
             equals_ddp=tuple(t.equals_ddp for t in traits),
-            arithmetic_key=(key.experiment, key.model, key.gpus if apart else None),
+            shared_score_key=(key.experiment, key.model, key.gpus if apart else None),
             traits=traits,
             settings_hashes=tuple(map(hash_trained_settings, settings)),
             has_scored_full_runs=settings[0].steps is None,

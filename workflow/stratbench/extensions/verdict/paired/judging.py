@@ -205,12 +205,12 @@ def judge_comparisons(
     variance, dof = _moderate_variances(
         differences, uses_servers | select_value_of_strategy(uses_servers, leader)[..., None]
     )
-    ratio, unlike = dependence.compute_neumann_ratio(log_times, is_active)
+    ratio, unlike = dependence.compute_neumann_ratio_and_distance(log_times, is_active)
     wider = np.where(reused, dependence.compute_interval_widening_factor(ratio, blocks), 1.0)[
         ..., None
     ]
     tails = (
-        moderated.compute_alternatives_tail(rivals.sum(-1))[..., None],
+        moderated.compute_alternatives_tail_probability(rivals.sum(-1))[..., None],
         compute_tail_of_reported_interval(num_started_strategies)[..., None],
     )
     half, reported = (
@@ -289,7 +289,7 @@ def mask_dropped_strategies(look: InterimEvaluation, has_ended: np.ndarray) -> n
     return look.slower & ~stays & ~has_ended[..., None]
 
 
-def get_block_count_at_next_look(num_blocks: int) -> int | None:
+def get_block_count_at_next_analysis(num_blocks: int) -> int | None:
     """Return the number of blocks at the first interim analysis with more than `num_blocks` blocks.
 
     Return None after the last interim analysis.
@@ -418,7 +418,7 @@ class SequentialAnalysis:
         return beaten
 
     @property
-    def leaders_without_score(self) -> np.ndarray:
+    def mask_of_leaders_without_score(self) -> np.ndarray:
         """Mask of the strategies that would lead an open comparison, but whose scores are unknown.
 
         A full run of such a strategy may change the conclusion.

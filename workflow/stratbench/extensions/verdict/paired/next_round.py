@@ -83,12 +83,12 @@ def plan_next_round(replay: RoundReplay) -> NextRound:
     paired = any(state.looks for state in replay.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
     if not pending and not all(
-        is_comparison_decided(replay, s) for s in replay.states if s.latest_look
+        is_comparison_decided(replay, s) for s in replay.states if s.latest_evaluation
     ):
         reason = f"the verdict has ended: it has the largest number of blocks, {judging.LOOKS[-1]}"
         if all(
-            s.latest_look is None
-            or s.latest_look.max_log_advantage_over_leader <= compute_log_margin(evidence)
+            s.latest_evaluation is None
+            or s.latest_evaluation.max_log_advantage_over_leader <= compute_log_margin(evidence)
             for s in replay.states
         ):
             reason = "the verdict has ended: full runs contradict its blocks"
@@ -115,7 +115,7 @@ def plan_next_round(replay: RoundReplay) -> NextRound:
 
 def is_comparison_decided(replay: RoundReplay, state: ComparisonState) -> bool:
     """Return whether a comparison has ended with a leader close enough to the fastest strategy."""
-    last = replay.get_corrected_look(state)
+    last = replay.get_corrected_evaluation(state)
     return (
         last is not None
         and not state.is_open
@@ -154,7 +154,7 @@ def make_block_entry(
             "steps": steps,
             "discard": None if steps is None else count_discarded_steps(steps),
             "disagreement": replay.estimate_segment_disagreement_limit(
-                state.latest_look.num_blocks if state.latest_look else 0
+                state.latest_evaluation.num_blocks if state.latest_evaluation else 0
             ),
         },
         "seed": evidence.compute_block_seed(state.comparison, block_number),

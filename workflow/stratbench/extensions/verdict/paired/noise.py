@@ -70,7 +70,7 @@ class Noise:
                 np.array(self.log_ratio_sd**2),
                 dof,
                 np.array(n),
-                moderated.compute_alternatives_tail(num_rivals),
+                moderated.compute_alternatives_tail_probability(num_rivals),
             )
             if half <= math.log1p(margin):
                 return n

@@ -57,7 +57,7 @@ class RoundReplay:
             self._make_strategy_mask("strategies"),
             evidence.margin,
         )
-        while self.states and self._replay_round():
+        while self.states and self._replay_round_if_complete():
             pass
 
     def estimate_segment_disagreement_limit(self, num_blocks: int) -> float | None:
@@ -91,7 +91,7 @@ class RoundReplay:
             row[: len(values)] = [bool(value) for value in values]
         return array
 
-    def _replay_round(self) -> bool:
+    def _replay_round_if_complete(self) -> bool:
         """Replay one round, and return whether another round may follow.
 
         Return False if a block or full run is missing, or if nothing is left to do.
@@ -104,21 +104,21 @@ class RoundReplay:
             return False
         self._apply_full_run_scores()
         if not self._analysis.open.any():
-            return self._request_full_runs_of_leaders()
+            return self._request_leader_runs_if_uncertain()
         if self._list_missing_blocks():
             return (
                 True  # the scores have opened a comparison again, which needs another block first
             )
         self.round += 1
-        blocks, targets = self._analysis.blocks, self._list_block_counts_at_next_looks()
+        blocks, targets = self._analysis.blocks, self._list_block_counts_at_next_analyses()
         new = np.array(targets) - blocks
         max_blocks = max(int(new.max()), 1)
         step = self._analysis.add_blocks(
             self._collect_new_log_step_times(blocks, targets, max_blocks),
             new,
-            self._number_node_sets(blocks, targets, max_blocks),
+            self._index_node_sets_of_new_blocks(blocks, targets, max_blocks),
             self.estimate_segment_disagreement_limit(1) or 0.0,
-            self._find_doubtful_strategies(targets),
+            self._mask_doubtful_strategies(targets),
         )
         self._record_round_in_states(step)
         self._request_full_runs(step)
@@ -130,7 +130,10 @@ class RoundReplay:
         A block that lacks an active strategy counts as missing, because the strategy may be new in the study.
         """
         ends = zip(
-            self.states, self._analysis.blocks, self._list_block_counts_at_next_looks(), strict=True
+            self.states,
+            self._analysis.blocks,
+            self._list_block_counts_at_next_analyses(),
+            strict=True,
         )
         return [
             (state, number)
@@ -141,21 +144,21 @@ class RoundReplay:
             or not set(state.active_strategies) <= {s.strategy for s in block.segments}
         ]
 
-    def _list_block_counts_at_next_looks(self) -> list[int]:
+    def _list_block_counts_at_next_analyses(self) -> list[int]:
         """Return each comparison's number of blocks at its next interim analysis.
 
         If no analysis follows, the number is that of the blocks so far.
         """
         waiting = self._analysis.open & ~self._analysis.again
         return [
-            (judging.get_block_count_at_next_look(int(at)) or int(at)) if waits else int(at)
+            (judging.get_block_count_at_next_analysis(int(at)) or int(at)) if waits else int(at)
             for at, waits in zip(self._analysis.blocks, waiting, strict=True)
         ]
 
     @property
     def max_later_block_rounds(self) -> int:
         """Largest number of rounds of blocks that may follow the next round."""
-        ends = zip(self._list_block_counts_at_next_looks(), self._analysis.open, strict=True)
+        ends = zip(self._list_block_counts_at_next_analyses(), self._analysis.open, strict=True)
         return max(
             (sum(n > end for n in judging.LOOKS) for end, is_open in ends if is_open), default=0
         )
@@ -183,7 +186,7 @@ class RoundReplay:
                         values[i, j, k] = block.compute_log_step_time(strategy)
         return values
 
-    def _number_node_sets(
+    def _index_node_sets_of_new_blocks(
         self, block_counts: np.ndarray, target_counts: list[int], max_new_blocks: int
     ) -> np.ndarray:
         """Return the index of each new block's set of nodes, shape [comparisons, max_blocks].
@@ -203,7 +206,7 @@ class RoundReplay:
                     nodes[i, number - 1 - int(block_counts[i])] = label
         return nodes
 
-    def _find_doubtful_strategies(self, target_counts: list[int]) -> np.ndarray:
+    def _mask_doubtful_strategies(self, target_counts: list[int]) -> np.ndarray:
         """Return the mask of the strategies with a block that contradicts their own full run.
 
         The mask has shape [comparisons, strategies].
@@ -265,7 +268,7 @@ class RoundReplay:
                     leader=leader,
                     max_log_advantage_over_leader=float(look.at_most[i]),
                     is_leader_fastest=bool(look.is_leader_fastest[i]),
-                    log_ratios_to_leader=ratios,
+                    log_time_ratios_to_leader=ratios,
                     slower_strategies=tuple(
                         a for j, a in enumerate(strategies) if look.slower[i, j]
                     ),
@@ -303,7 +306,7 @@ class RoundReplay:
 
         After the first round, also request one full run per group of strategies with equal arithmetic.
         """
-        for comparison, strategy in np.argwhere(self._analysis.leaders_without_score):
+        for comparison, strategy in np.argwhere(self._analysis.mask_of_leaders_without_score):
             state = self.states[comparison]
             if state.comparison.has_scored_full_runs:
                 self.requested_runs.setdefault(
@@ -333,7 +336,7 @@ class RoundReplay:
             if (
                 not comparison.has_scored_full_runs
                 or not state.looks
-                or comparison.arithmetic_key in seen
+                or comparison.shared_score_key in seen
             ):
                 continue
             leader = int(look.leader[i])
@@ -343,7 +346,7 @@ class RoundReplay:
                 if comparison.equals_ddp[j] and self._analysis.active[i, j]
             ]
             if equal:
-                seen.add(comparison.arithmetic_key)
+                seen.add(comparison.shared_score_key)
                 fastest = min(equal, key=lambda j: (j != leader, look.mean[i, j]))
                 yield state, comparison.strategies[fastest]
 
@@ -368,7 +371,7 @@ class RoundReplay:
         for i in range(len(self.states)):
             self._copy_state_of_comparison(i)
 
-    def _request_full_runs_of_leaders(self) -> bool:
+    def _request_leader_runs_if_uncertain(self) -> bool:
         """Request a full run of each leader whose score or time is uncertain.
 
         Each further full run of a leader has another seed.
@@ -379,12 +382,12 @@ class RoundReplay:
         before = len(self.requested_runs)
         for state in self.states:
             if (
-                not state.latest_look
+                not state.latest_evaluation
                 or not state.comparison.has_scored_full_runs
                 or state.num_compared_strategies < 2
             ):
                 continue
-            comparison, leader = state.comparison, state.latest_look.leader
+            comparison, leader = state.comparison, state.latest_evaluation.leader
             if leader not in state.active_strategies:
                 continue
             runs = len(self.scores.list_requested_full_runs(comparison, leader))
@@ -417,35 +420,37 @@ class RoundReplay:
     def compute_full_run_deviations(self, state: ComparisonState) -> dict[str, list[float]]:
         """Return log(measured / predicted time) of each full run of a comparison, by strategy."""
         blocks = self.evidence.list_blocks_of_comparison(state.comparison.comparison_key)[
-            : state.latest_look.num_blocks if state.latest_look else None
+            : state.latest_evaluation.num_blocks if state.latest_evaluation else None
         ]
         return checks.compute_full_run_deviations(self.evidence, state.comparison, blocks)
 
     def is_leader_confirmed_by_full_runs(self, state: ComparisonState) -> bool:
         """Return whether the leader has enough full runs to check its step time to MAX_LOG_DEVIATION."""
         runs = (
-            len(self.compute_full_run_deviations(state).get(state.latest_look.leader, ()))
-            if state.latest_look
+            len(self.compute_full_run_deviations(state).get(state.latest_evaluation.leader, ()))
+            if state.latest_evaluation
             else 0
         )
         return (
             runs > 0
             and checks.estimate_full_run_deviation_sd(
-                runs, state.latest_look.num_blocks, self._level
+                runs, state.latest_evaluation.num_blocks, self._level
             )
             <= MAX_LOG_DEVIATION
         )
 
     def find_full_run_correction(self, state: ComparisonState) -> checks.FullRunCorrection | None:
         """Return the correction of a comparison's conclusion, or None if full runs and blocks agree."""
-        last = state.latest_look
+        last = state.latest_evaluation
         if last is None or last.leader not in state.active_strategies:
             return None
-        bounds = {strategy: ratio.bound for strategy, ratio in last.log_ratios_to_leader.items()}
+        bounds = {
+            strategy: ratio.bound for strategy, ratio in last.log_time_ratios_to_leader.items()
+        }
         for drop in state.dropped_strategies:
-            if drop.log_ratio_to_leader is not None:
+            if drop.log_time_ratio_to_leader is not None:
                 bound = (
-                    drop.log_ratio_to_leader.bound
+                    drop.log_time_ratio_to_leader.bound
                     if drop.drop_kind == "slower"
                     else math.log(moderated.SCREEN)
                 )
@@ -455,9 +460,9 @@ class RoundReplay:
             deviations, last.leader, bounds, last.num_blocks, self._level
         )
 
-    def get_corrected_look(self, state: ComparisonState) -> ComparisonEvaluation | None:
+    def get_corrected_evaluation(self, state: ComparisonState) -> ComparisonEvaluation | None:
         """Return a comparison's latest evaluation, corrected if full runs contradict the blocks."""
-        last, correction = state.latest_look, self.find_full_run_correction(state)
+        last, correction = state.latest_evaluation, self.find_full_run_correction(state)
         if last is None or correction is None:
             return last
         bound = max(last.max_log_advantage_over_leader, correction.max_log_advantage_over_leader)

@@ -54,7 +54,7 @@ class FullRunScores:
         for comparison in evidence.comparisons:
             for strategy, equal in zip(comparison.strategies, comparison.equals_ddp, strict=True):
                 if equal:
-                    self._equal.setdefault(comparison.arithmetic_key, []).append(
+                    self._equal.setdefault(comparison.shared_score_key, []).append(
                         (comparison, strategy)
                     )
                 self._of_model.setdefault(_get_experiment_and_model(comparison), []).append(
@@ -80,7 +80,7 @@ class FullRunScores:
         """
         shared = [
             run
-            for other, strategy in self._equal.get(comparison.arithmetic_key, ())
+            for other, strategy in self._equal.get(comparison.shared_score_key, ())
             for run in self.list_requested_full_runs(other, strategy)
         ]
         if any(run.score is not None for run in shared):

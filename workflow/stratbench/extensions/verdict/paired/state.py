@@ -35,7 +35,7 @@ class ComparisonEvaluation:
     max_log_advantage_over_leader: float
     is_leader_fastest: bool
     #: Log time ratio of each alternative to the leader, by name of the alternative.
-    log_ratios_to_leader: dict[str, Ratio]
+    log_time_ratios_to_leader: dict[str, Ratio]
     slower_strategies: tuple[str, ...]
     equal_strategies: tuple[str, ...]
 
@@ -49,7 +49,7 @@ class DroppedStrategy:
     #: Kind of the reason: slower, much slower, oom, timeout, diverged, unsupported or score.
     drop_kind: str
     drop_reason: str
-    log_ratio_to_leader: Ratio | None = None
+    log_time_ratio_to_leader: Ratio | None = None
     #: If the strategy was dropped as slower: the leader at that time.
     leader_when_dropped: str | None = None
 
@@ -65,7 +65,7 @@ class ComparisonState:
     is_open: bool = True
 
     @property
-    def latest_look(self) -> ComparisonEvaluation | None:
+    def latest_evaluation(self) -> ComparisonEvaluation | None:
         """The latest interim analysis, or None before the first."""
         return self.looks[-1] if self.looks else None
 

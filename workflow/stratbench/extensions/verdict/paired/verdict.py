@@ -85,18 +85,18 @@ def make_comparison_entry(
         costs: GPU-seconds of the verdict.
         state: State of the comparison.
     """
-    last, comparison = replay.get_corrected_look(state), state.comparison
+    last, comparison = replay.get_corrected_evaluation(state), state.comparison
     # Blocks after the latest interim analysis do not count, because they were not evaluated yet.
     blocks = replay.evidence.list_blocks_of_comparison(comparison.comparison_key)[
         : last.num_blocks if last else None
     ]
     unusable = next(checks.iter_reasons_for_unusable_blocks(blocks), None)
-    claim, text = make_conclusion(replay, state, blocks)
+    claim, text = make_conclusion_kind_and_sentence(replay, state, blocks)
     if unusable and claim != "only":
         claim, text = "none", f"Nothing is claimed: {unusable}."
     matrix_s = costs.estimate_full_matrix_gpu_seconds(state)
     doubts = list(iter_doubt_sentences(replay, state, blocks))
-    level, reason = assess_conclusion_confidence(replay, state, blocks, claim, doubts)
+    level, reason = assess_confidence_and_reasons(replay, state, blocks, claim, doubts)
     return {
         "experiment": comparison.comparison_key.experiment,
         "model": comparison.comparison_key.model,
@@ -124,14 +124,14 @@ def make_comparison_entry(
         "claimed": claim in CLAIMS,
         "text": text,
         "leader": last.leader if last else None,
-        "at_most": convert_log_to_share_or_none(last.max_log_advantage_over_leader)
+        "at_most": compute_ratio_minus_1_or_none(last.max_log_advantage_over_leader)
         if last
         else None,
         "confidence": level,
         "confidence_reason": reason,
         "doubts": doubts,
         "ratios": [make_strategy_entry(state, strategy) for strategy in comparison.strategies],
-        "looks": [make_look_entry(look) for look in state.looks],
+        "looks": [make_evaluation_entry(look) for look in state.looks],
         "step_s": {
             strategy: [
                 replace_non_finite_by_none(math.exp(b.compute_log_step_time(strategy)))
@@ -170,11 +170,13 @@ def iter_doubt_sentences(
                 "from the number of steps times the step time in the blocks"
             )
     if (correction := replay.find_full_run_correction(state)) and (
-        before := convert_log_to_share_or_inf(state.latest_look.max_log_advantage_over_leader)
+        before := compute_ratio_minus_1_or_inf(
+            state.latest_evaluation.max_log_advantage_over_leader
+        )
     ) < MAX_CLAIMED_SHARE:
         yield (
             f"according to the blocks, no strategy is more than {before:.1%} faster than "
-            f"{state.latest_look.leader}; according to the full runs, {correction.nearest_rival} may be"
+            f"{state.latest_evaluation.leader}; according to the full runs, {correction.nearest_rival} may be"
         )
     for block in blocks:
         for strategy, factor in checks.iter_strategies_contradicting_full_runs(
@@ -185,7 +187,7 @@ def iter_doubt_sentences(
                 f"a step of {strategy} in block {block.block_number} takes {times} the step time of its own "
                 "full run"
             )
-    last = state.latest_look
+    last = state.latest_evaluation
     if last and last.block_similarity_sds > dependence.CERTAIN_SDS:
         wider = ", so that the intervals are widened" if last.reuses_few_nodes else ""
         yield f"successive blocks are more similar than chance explains{wider}"
@@ -217,7 +219,7 @@ def is_comparison_open(state: ComparisonState) -> bool:
     return state.is_open and len(state.comparison.strategies) > 1
 
 
-def make_conclusion(
+def make_conclusion_kind_and_sentence(
     replay: RoundReplay, state: ComparisonState, blocks: list[PairedBlock]
 ) -> tuple[str, str]:
     """Return the kind of a comparison's conclusion, and the conclusion as a sentence.
@@ -229,7 +231,7 @@ def make_conclusion(
         state: State of the comparison.
         blocks: Blocks of the comparison.
     """
-    last, margin = replay.get_corrected_look(state), replay.evidence.margin
+    last, margin = replay.get_corrected_evaluation(state), replay.evidence.margin
     if len(state.comparison.strategies) == 1:
         return (
             "only",
@@ -250,7 +252,7 @@ def make_conclusion(
     if state.num_compared_strategies == 1 or (len(state.active_strategies) == 1 and few):
         return "only", f"{state.active_strategies[0]} is the only strategy left{where}."
     if (
-        not set(state.active_strategies) <= {last.leader, *last.log_ratios_to_leader}
+        not set(state.active_strategies) <= {last.leader, *last.log_time_ratios_to_leader}
         or last.leader not in state.active_strategies
     ):
         out = next(d for d in reversed(state.dropped_strategies) if d.leader_when_dropped is None)
@@ -268,7 +270,7 @@ def make_conclusion(
             "fastest",
             f"{last.leader} is the fastest of {state.num_compared_strategies}{where} {sure}.",
         )
-    shown = convert_log_to_share_or_inf(last.max_log_advantage_over_leader)
+    shown = compute_ratio_minus_1_or_inf(last.max_log_advantage_over_leader)
     if is_comparison_decided(replay, state):
         return (
             "within",
@@ -325,7 +327,7 @@ def make_strategy_entry(state: ComparisonState, strategy: str) -> dict[str, Any]
     The entry has the strategy's state, and the ratio of its time to the leader's. For a dropped strategy, the
     ratio is the one at which it was dropped.
     """
-    last = state.latest_look
+    last = state.latest_evaluation
     drop: DroppedStrategy | None = next(
         (d for d in reversed(state.dropped_strategies) if d.strategy == strategy), None
     )
@@ -340,10 +342,10 @@ def make_strategy_entry(state: ComparisonState, strategy: str) -> dict[str, Any]
             "blocks": drop.num_blocks_when_dropped,
             "reason": drop.drop_reason,
         }
-        ratio, values["against"] = drop.log_ratio_to_leader, drop.leader_when_dropped
+        ratio, values["against"] = drop.log_time_ratio_to_leader, drop.leader_when_dropped
     elif last is not None and strategy == last.leader:
         values |= {"state": "leader", "ratio": 1.0}
-    elif last is not None and strategy in last.log_ratios_to_leader:
+    elif last is not None and strategy in last.log_time_ratios_to_leader:
         kind = (
             "slower"
             if strategy in last.slower_strategies
@@ -352,7 +354,7 @@ def make_strategy_entry(state: ComparisonState, strategy: str) -> dict[str, Any]
             else "open"
         )
         values |= {"state": kind, "against": last.leader}
-        ratio = last.log_ratios_to_leader[strategy]
+        ratio = last.log_time_ratios_to_leader[strategy]
     if ratio is not None:
         names = ("ratio", "low", "high", "at_least")
         values |= {n: convert_log_to_ratio(v) for n, v in zip(names, ratio, strict=True)}
@@ -395,7 +397,7 @@ def convert_log_to_ratio(log_ratio: float) -> float | None:
     return math.exp(log_ratio) if math.isfinite(log_ratio) and abs(log_ratio) < 50 else None
 
 
-def make_look_entry(look: ComparisonEvaluation) -> dict[str, Any]:
+def make_evaluation_entry(look: ComparisonEvaluation) -> dict[str, Any]:
     """Return the entry of an interim analysis in verdict.json.
 
     Its key `intervals` has four numbers per strategy: the time ratio, both ends of its interval, and its
@@ -403,26 +405,26 @@ def make_look_entry(look: ComparisonEvaluation) -> dict[str, Any]:
     """
     intervals = {
         strategy: [convert_log_to_ratio(v) for v in values]
-        for strategy, values in look.log_ratios_to_leader.items()
+        for strategy, values in look.log_time_ratios_to_leader.items()
     }
     return {
         "blocks": look.num_blocks,
         "leader": look.leader,
-        "at_most": convert_log_to_share_or_none(look.max_log_advantage_over_leader),
+        "at_most": compute_ratio_minus_1_or_none(look.max_log_advantage_over_leader),
         "intervals": intervals,
         "slower": list(look.slower_strategies),
     }
 
 
-def convert_log_to_share_or_none(log_ratio: float) -> float | None:
+def compute_ratio_minus_1_or_none(log_ratio: float) -> float | None:
     """Return a ratio minus 1 from the ratio's logarithm. None if the ratio is infinite."""
     ratio = convert_log_to_ratio(log_ratio)
     return None if ratio is None else ratio - 1
 
 
-def convert_log_to_share_or_inf(log_ratio: float) -> float:
+def compute_ratio_minus_1_or_inf(log_ratio: float) -> float:
     """Return the share by which a ratio exceeds 1, from its logarithm. The share may be infinite."""
-    share = convert_log_to_share_or_none(log_ratio)
+    share = compute_ratio_minus_1_or_none(log_ratio)
     return math.inf if share is None else share
 
 
@@ -445,7 +447,7 @@ def classify_score(replay: RoundReplay, state: ComparisonState, strategy: str) -
     return "worse" if replay.scores.find_exclusion_reason(state.comparison, strategy) else "good"
 
 
-def assess_conclusion_confidence(
+def assess_confidence_and_reasons(
     replay: RoundReplay,
     state: ComparisonState,
     blocks: list[PairedBlock],
@@ -463,7 +465,7 @@ def assess_conclusion_confidence(
         claim: Kind of the conclusion.
         doubts: Reasons to doubt the blocks, as sentences.
     """
-    last = replay.get_corrected_look(state)
+    last = replay.get_corrected_evaluation(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
     reasons, sure = [], True
@@ -498,7 +500,7 @@ def assess_conclusion_confidence(
     if doubts:
         sure = False
         reasons.append(f"Doubts: {'; '.join(doubts)}.")
-    at_most = convert_log_to_share_or_inf(last.max_log_advantage_over_leader)
+    at_most = compute_ratio_minus_1_or_inf(last.max_log_advantage_over_leader)
     narrow = last.is_leader_fastest or at_most <= judging.EQUAL + 1e-9
     if not narrow:
         by = f"up to {at_most:.1%}" if at_most <= MAX_CLAIMED_SHARE else "much"
@@ -511,7 +513,7 @@ def assess_conclusion_confidence(
 
 def find_doubt_on_leader_score(replay: RoundReplay, state: ComparisonState) -> str | None:
     """Return the reason why the leader's score may not be good enough, or None."""
-    leader = state.latest_look.leader
+    leader = state.latest_evaluation.leader
     if not state.comparison.has_scored_full_runs:
         return (
             "No score was measured, because the setting `steps` is set: equal scores are assumed."
