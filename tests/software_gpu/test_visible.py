@@ -138,7 +138,7 @@ def test_all_names_of_a_gpu_are_one_lock(machine: Machine) -> None:
     names = [name_of(machine, name) for name in ("2", "uuid 2", "half 2")]
     program = (
         "import sys; from stratbench.train import gpu_locks\n"
-        "print(*gpu_locks.list_gpu_lock_names(sys.argv[1:]).values())"
+        "print(*gpu_locks.get_lock_names_by_gpu(sys.argv[1:]).values())"
     )
     printed = subprocess.check_output(
         [sys.executable, "-c", program, *names],

@@ -263,7 +263,7 @@ def torch_alone() -> contextlib.AbstractContextManager:
 
 def early_sends() -> contextlib.AbstractContextManager:
     """`zero1` takes the first part of a gradient for the whole."""
-    return mock.patch.object(ZeRO1, "accumulates_repeatedly", False)
+    return mock.patch.object(ZeRO1, "adds_to_gradients_repeatedly", False)
 
 
 def nothing_frozen() -> contextlib.AbstractContextManager:
@@ -273,7 +273,7 @@ def nothing_frozen() -> contextlib.AbstractContextManager:
 
 def attributes_left() -> contextlib.AbstractContextManager:
     """Plain attributes are not brought back after the warm-up."""
-    return mock.patch.object(Attributes, "restore_plain_attributes")
+    return mock.patch.object(Attributes, "restore_user_attributes")
 
 
 def trial_left() -> contextlib.AbstractContextManager:

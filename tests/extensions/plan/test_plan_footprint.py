@@ -520,7 +520,10 @@ def test_a_strategy_made_from_ddp_is_planned_as_ddp_is(monkeypatch):
 
 def test_torch_is_as_it_was_after_a_footprint():
     before = torch.optim.SGD
-    with contextlib.suppress(ValueError), fake.patch_torch_for_fakes(on_cuda=True, fused=True):
+    with (
+        contextlib.suppress(ValueError),
+        fake.patch_torch_for_fake_tensors(on_cuda=True, fused=True),
+    ):
         assert torch.optim.SGD is not before
         raise ValueError("a model that cannot be planned")
     assert torch.optim.SGD is before

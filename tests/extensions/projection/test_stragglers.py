@@ -77,7 +77,10 @@ def test_it_is_as_sure_as_it_is_right(stays, least, most):
 def test_few_workers_are_less_sure_of_what_stays():
     widths = {
         n: np.median([
-            math.log(s.compute_slowest_to_mean_time_ratio(8 * n, 1.0) / s.compute_slowest_to_mean_time_ratio(8 * n))
+            math.log(
+                s.compute_slowest_to_mean_time_ratio(8 * n, 1.0)
+                / s.compute_slowest_to_mean_time_ratio(8 * n)
+            )
             for job in range(40)
             for s in [read_stragglers([recorded(*times_of(n, 0.5, [job]).tolist())])]
         ])

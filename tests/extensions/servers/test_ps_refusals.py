@@ -215,7 +215,7 @@ def test_strangers_that_fill_the_gate_keep_no_worker_out(tmp_path, caplog):
 
 def test_a_worker_closed_as_its_handshake_ends_comes_again(tmp_path, caplog, gates, monkeypatch):
     """It had to make room in that moment: it must not be taken into the run, and then be lost."""
-    dismissed, open_handshake = [], gate.open_handshake
+    dismissed, open_handshake = [], gate.challenge_worker
 
     def dismissing(connection, secret):
         said = open_handshake(connection, secret)

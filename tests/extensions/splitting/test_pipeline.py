@@ -298,7 +298,7 @@ def counted_once(measure: Callable[..., list[MeasuredUnit]]) -> Callable[..., li
 def work(world: int, rank: int) -> dict[str, Any]:
     with mock.patch.object(
         Pipeline,
-        "measure_units_on_fake_tensors",
+        "measure_unit_costs_on_fake_tensors",
         counted_once(Pipeline.measure_unit_costs_on_fake_tensors),
     ):
         return trained_in_all_ways(world, rank)

@@ -418,8 +418,8 @@ class Strategy:
     def choose_discarded_and_timed_steps(self, discarded: int, timed: int) -> tuple[int, int]:
         """Return how many steps of a segment are discarded, and how many are timed.
 
-        A segment is a short timed run. Whole periods of the strategy (`steps_until_work_repeats`) are timed. The
-        first steps are discarded, because most steps of a training do other work.
+        A segment is a short timed run. Whole periods of the strategy (`steps_until_work_repeats`) are timed.
+        The first steps are discarded, because most steps of a training do other work.
 
         Args:
             discarded: Smallest number of steps to discard.

@@ -194,7 +194,8 @@ class Collective(Strategy):
         """Return the loss of one part of the batch, from which backward computes gradients.
 
         If the task returns a sum and a weight, each target has the weight 1 here. The true weight of the
-        global batch is known only after all workers' last parts. `rescale_by_target_weight` then corrects the loss.
+        global batch is known only after all workers' last parts. `rescale_by_target_weight` then corrects
+        the loss.
         """
         outputs = convert_scores_for_loss(outputs, self.worker.settings.precision)
         loss, weight = compute_loss_and_weight(self.worker.task, outputs, y)

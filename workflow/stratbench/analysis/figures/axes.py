@@ -130,7 +130,7 @@ def set_ticks(
         tick_values: Values of the ticks; round values if empty.
         unit: Unit, which is written at the last tick.
         integers_only: Whether ticks are at integers only.
-        format_value: Formats the value of a tick; `format_tick` if None.
+        format_value: Formats the value of a tick; `format_tick_text` if None.
     """
     name = "x" if axis is axis.axes.xaxis else "y"
     axis.axes.set(**{f"{name}scale": "log" if is_log_axis else "linear", f"{name}lim": axis_limits})
@@ -176,7 +176,7 @@ def create_shifted_transform(
 def draw_mark(
     axes: Axes, x: Any, y: Any, mark: Mark, is_chosen: bool, width_px: float, **style: Any
 ) -> None:
-    """Draw a strategy's mark, `width_px` pixels wide, at one or several points."""
+    """Draw a strategy's mark, `axis_width_px` pixels wide, at one or several points."""
     colour = style.pop("color", None) or choose_mark_colour(mark, is_chosen)
     axes.plot(
         np.atleast_1d(x), np.atleast_1d(y), linestyle="none",

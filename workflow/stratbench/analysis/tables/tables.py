@@ -191,8 +191,8 @@ def build_summary_text_table(
 
     Args:
         cells: Rows of cells.csv.
-        counts: Numbers of workers, as `build_wide_rows` returns them.
-        lines: Lines of the table, as `build_wide_rows` returns them.
+        counts: Numbers of workers, as `build_lines_by_worker_count` returns them.
+        lines: Lines of the table, as `build_lines_by_worker_count` returns them.
     """
     texts = (
         (

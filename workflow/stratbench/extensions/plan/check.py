@@ -150,8 +150,8 @@ class StudyCheck:
         checks_by_network: Check of each model.
         dry_runs_by_request: Dry run of each kind of cell.
         refusal_reasons_by_cell: Why a cell cannot be trained, by cell.
-        footprints_by_request_and_resharding: Footprints by value of `reshard_after_forward`, for kinds of cells that
-            were tried with both.
+        footprints_by_request_and_resharding: Footprints by value of `reshard_after_forward`, for kinds of
+            cells that were tried with both.
     """
 
     study: Study

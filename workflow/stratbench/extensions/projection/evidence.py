@@ -213,7 +213,8 @@ class LinkReplay:
 
     Attributes:
         replay_step_s: Returns the seconds of a step, for a worker count and seconds of computation.
-        replay_step_on_slower_links_s: Like `replay_step_s`, with each link slower by the standard deviation of its fit.
+        replay_step_on_slower_links_s: Like `replay_step_s`, with each link slower by the standard deviation
+            of its fit.
         measured_link_levels: Where links were measured: "within" and "between" nodes.
         make_server_queue: Returns the queue of the parameter servers, for a worker count and seconds of
             computation; None for a strategy without servers.

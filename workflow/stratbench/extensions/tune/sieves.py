@@ -63,7 +63,8 @@ class FilterResult:
         outcome: One of the constants UNSUPPORTED to OUT_OF_MEMORY.
         planned_time_s: Planned time of a whole training; None if unknown.
         memory_bytes: Planned memory of a worker; None if unknown.
-        amounts_by_difference_kind: Amount of each kind of difference; None on CPUs, which no public sweep covers.
+        amounts_by_difference_kind: Amount of each kind of difference. None on CPUs, which no public sweep
+            covers.
         planned_segment_gpu_s: Planned GPU-seconds of one segment of a block.
         planned_training_gpu_s: Planned GPU-seconds of a whole training.
         device_memory_bytes: Memory that a worker has; None if unknown.

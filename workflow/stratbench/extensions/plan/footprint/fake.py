@@ -73,7 +73,7 @@ def trace_training_steps(
         request: The request.
         batches: Samples of each step.
         num_earlier_steps: Number of steps before each step, for kinds of steps that come late in a training
-            (`Strategy.list_first_steps_by_kind`).
+            (`Strategy.steps_that_change_the_work`).
         stage: Number of the stage.
         trial: Trial of the model, by which the strategy may reject it; None skips that.
         blocks: Equal blocks to keep in place of all, which are marked in the trace.

@@ -588,7 +588,7 @@ def list_positions_by_reduction_size(
 
     Args:
         steps: Phases of both steps.
-        first_event_numbers: Events at which the steps begin.
+        first_events: Events at which the steps begin.
         parts: Number of parts of a batch.
     """
     made = [

@@ -36,10 +36,10 @@ class Crossing:
         strategy_before: Fastest strategy below the crossing.
         strategy_after: Fastest strategy above the crossing.
         workers_at_crossing: Number of workers on which both strategies have the same projected step time.
-        largest_workers_without_overlap_below: Largest worker count below the crossing on which the intervals of both do
-            not overlap, if any.
-        smallest_workers_without_overlap_above: Smallest worker count above the crossing on which the intervals of both do
-            not overlap, if any.
+        largest_workers_without_overlap_below: Largest worker count below the crossing on which the intervals
+            of both do not overlap, if any.
+        smallest_workers_without_overlap_above: Smallest worker count above the crossing on which the
+            intervals of both do not overlap, if any.
     """
 
     strategy_before: str
