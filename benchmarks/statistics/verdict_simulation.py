@@ -324,7 +324,7 @@ def uncorrected():
     return _with(
         moderated,
         REPEATED_LOOKS=1.0,
-        compute_alternatives_tail=lambda rivals: np.full(np.shape(rivals), alpha),
+        compute_alternatives_tail_probability=lambda rivals: np.full(np.shape(rivals), alpha),
     )
 
 

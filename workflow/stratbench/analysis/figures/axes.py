@@ -176,7 +176,7 @@ def create_shifted_transform(
 def draw_mark(
     axes: Axes, x: Any, y: Any, mark: Mark, is_chosen: bool, width_px: float, **style: Any
 ) -> None:
-    """Draw a strategy's mark, `axis_width_px` pixels wide, at one or several points."""
+    """Draw a strategy's mark, `width_px` pixels wide, at one or several points."""
     colour = style.pop("color", None) or choose_mark_colour(mark, is_chosen)
     axes.plot(
         np.atleast_1d(x), np.atleast_1d(y), linestyle="none",

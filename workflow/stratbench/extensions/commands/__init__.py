@@ -11,7 +11,7 @@ EXTENSION = Extension(
         "command": "stratbench.extensions.commands.strategy:Command",
     },
     runner_class="stratbench.extensions.commands.runner:CommandRunner",
-    modify_cell_rows="stratbench.extensions.commands.same_work:judge_same_work",
+    modify_cell_rows="stratbench.extensions.commands.same_work:set_same_work_column",
     audit_modules=("stratbench.extensions.commands.audit_rules",),
     report_additions="stratbench.extensions.commands.same_work:READING",
     columns="stratbench.extensions.commands.columns:COLUMNS",

@@ -121,7 +121,7 @@ class QueuedTraining:
             SYNCHRONOUS: make_split_training(
                 1.0,
                 is_synchronous=True,
-                synchronous_pause_s=self.pause_per_worker_change_s,
+                pause_per_worker_change_s=self.pause_per_worker_change_s,
                 **recovery,
             ),
         } | {name_asynchronous_mode(e): make_split_training(e) for e in sample_efficiencies}
