@@ -379,8 +379,8 @@ def evaluate_test_set(
     """Return the model's mean loss and score on the whole test set.
 
     Replicas of the model divide the test set. Each worker calls the model equally often, because the forward
-    of a sharded model is a collective. Additional calls do not count. Of the workers that share a replica,
-    the calls of only one count.
+    of a sharded model is a collective. Additional calls do not count. If several workers share a
+    replica, the calls of only one of them count.
 
     Args:
         strategy: Strategy whose `setup` has been called.

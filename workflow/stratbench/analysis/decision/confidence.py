@@ -79,7 +79,7 @@ def compute_confidence(
         )
     elif ranking.corrects_for_interim_analyses:
         sentences.append(LOOKED_AGAIN)
-    limits.append((level, describe_doubt_from_repeats(ranking, constraints, level)))
+    limits.append((level, describe_limit_from_repeats(ranking, constraints, level)))
     if has_uncertain_score:
         limits.append((1, f"{runs}: the score is not certain"))
     losable = (
@@ -136,10 +136,10 @@ def is_every_rival_much_slower_on_one_host(ranking: Ranking, hosts: set[str]) ->
     )
 
 
-def describe_doubt_from_repeats(
+def describe_limit_from_repeats(
     ranking: Ranking, constraints: Constraints, allowed_level: LevelIndex
 ) -> str:
-    """Return in a few words which doubt the repeats leave, or an empty text.
+    """Return in a few words why the repeats limit the confidence, or an empty text.
 
     Args:
         ranking: Ranking of the candidates.

@@ -46,7 +46,7 @@ class CellRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Expectations:
-    """What the config tells about records: skipped cells, target scores, and required settings.
+    """Expectations of the config about records: skipped cells, target scores, and required settings.
 
     Attributes:
         skip_reasons: Reasons of skipped cells, by the cells' paths.

@@ -32,7 +32,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model before it is built.
+    """Properties of a model that are known before it is built.
 
     Without a `builder_path` the model is torchvision's of the same name. It keeps its three input
     channels, to which greyscale is repeated, so that its number of parameters stays the published one.

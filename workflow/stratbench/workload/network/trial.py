@@ -534,7 +534,7 @@ def _raise_model_error(label: object, e: Exception, failed_step: str) -> None:
 
 @dataclass
 class _Gradient:
-    """What is known of a parameter's gradient after one backward."""
+    """Properties of a parameter's gradient after one backward."""
 
     #: How many times backward has added to the gradient.
     num_additions: int = 0

@@ -325,8 +325,8 @@ class RoundReplay:
     ) -> Iterator[tuple[ComparisonState, str]]:
         """Yield the strategies whose full runs give the reference scores, with their comparisons.
 
-        Strategies whose arithmetic equals DDP's share a score. Of each group that shares a score, the fastest
-        strategy in the comparison with the fewest workers is yielded.
+        Strategies whose arithmetic equals DDP's share a score. From each group that shares a score,
+        the fastest strategy in the comparison with the fewest workers is yielded.
         """
         seen = set()
         for i, state in sorted(
