@@ -118,7 +118,7 @@ def print_rule_answer_with_torch(
 
 
 def list_config_pairs(args: argparse.Namespace) -> list[str]:
-    """Return the changes of the config that a subcommand's arguments request, as KEY=VALUE."""
+    """Return the config changes that a subcommand's arguments request, each as KEY=VALUE."""
     return [*([f"study={args.study}"] if args.study else []), *args.config]
 
 

@@ -67,9 +67,8 @@ class Traits:
     #: Number of updates of the weights per global batch. None: the number varies or is unknown.
     updates_per_step: float | None = None
     #: Minimum number of copies of the trainable parameters that ring collectives move per step. In a ring of
-    #: W workers, each sends (W - 1) / W of every copy. With sharded states, one copy is of the gradients, and
-    #: the others are of all parameters, which are gathered. None: there is no ring, or its traffic is
-    #: unknown.
+    #: W workers, each sends (W - 1) / W of every copy. With sharded states, the gradients are one copy, and
+    #: each gathering of all parameters is a further copy. None: there is no ring, or its traffic is unknown.
     ring_copies: float | None = None
     #: Size of further tensors that a worker keeps, such as `Strategy.extra_state`, as a number of copies of
     #: the trainable parameters. The parameters and the optimizer's moments do not count. The tensors are
@@ -122,8 +121,8 @@ class Worker:
     #: Shape of one sample as the model takes it, without the batch dimension.
     input_shape: tuple[int, ...] = ()
     #: Function that opens the worker's channel to parameter servers that may restart. Its argument is a
-    #: function that connects to the servers, given the number of their start and a limit in seconds. None:
-    #: the strategy connects only once.
+    #: function that connects to the servers. That function gets the servers' incarnation and a time limit in
+    #: seconds. None: the strategy connects only once.
     make_server_channel: Callable[[Callable[[int | None, float], Any]], Any] | None = None
 
     def __post_init__(self) -> None:

@@ -94,7 +94,7 @@ def build_strategy_entry(
         s: Settings of the cell.
         strategy: Class of the cell's strategy.
         worker: Results of a worker.
-        has_constant_workers: Whether all workers are present from beginning to end.
+        has_constant_workers: Whether the same workers train from beginning to end.
     """
     details = worker.get("strategy", {}).get("details", {})
     by_zeros = bool(details.get("moved_by_zeros"))
@@ -149,7 +149,7 @@ def build_time_entry(
         workers: Results of the workers.
         reporting_worker: Results of the worker whose set-up time counts.
         totals: Totals over all workers, or an empty dict if the cell has not finished.
-        has_constant_workers: Whether all workers are present from beginning to end.
+        has_constant_workers: Whether the same workers train from beginning to end.
     """
     s = job.settings
     train_time_s, applied = totals.get("train_time_s"), totals.get("samples_applied")
@@ -258,7 +258,7 @@ def compute_setup_s(
 
     Args:
         worker: Results of the worker.
-        has_constant_workers: Whether all workers are present from beginning to end.
+        has_constant_workers: Whether the same workers train from beginning to end.
         earlier_attempts_s: Seconds of earlier attempts of the cell.
     """
     if not worker:

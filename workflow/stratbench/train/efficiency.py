@@ -34,7 +34,7 @@ def compute_flops_and_mfu(
         job: Job of the cell.
         workers: Results of the workers.
         totals: Totals over all workers.
-        has_constant_workers: Whether all workers are present from beginning to end. If not, no peak is
+        has_constant_workers: Whether the same workers train from beginning to end. If not, no peak is
             returned.
     """
     counted = next((w for w in workers if w.get("forward_flops_per_sample")), None)
@@ -76,7 +76,7 @@ def build_communication_entry(
     Args:
         workers: Results of the workers.
         totals: Totals over all workers.
-        has_constant_workers: Whether all workers are present from beginning to end.
+        has_constant_workers: Whether the same workers train from beginning to end.
     """
     reported = [(w["communication"], w["steps"]) for w in workers if w.get("communication")]
     steps = sum(n for _, n in reported)

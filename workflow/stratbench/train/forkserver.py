@@ -224,7 +224,7 @@ def _find_shared_server_address() -> Path | None:
 
 
 def _receive_server_answer_number(connection: socket.socket) -> int | None:
-    """Return the next answer of the fork server, or None if the server has ended."""
+    """Return the number in the fork server's next answer, or None if it has ended."""
     try:
         answer = connection.recv(_ANSWER.size, socket.MSG_WAITALL)
     except ConnectionError:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import signal
 
-# During the imports below, Ctrl-C then ends the process without a traceback. `main` sets another handler.
+# With this handler, Ctrl-C during the imports below ends the process without a traceback. `main` sets
+# another handler.
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -50,7 +50,8 @@ class UserCallable(Protocol):
     """A user's class or function that a config names, such as a model. `str` of it is for messages."""
 
     @property
-    def call(self) -> str: ...
+    def call(self) -> str:
+        """Text that names the class or function in the config, such as `my_net:MyNet`."""
 
 
 def invalid_call_reason(call: str) -> str | None:

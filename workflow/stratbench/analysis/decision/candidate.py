@@ -58,7 +58,8 @@ class Candidate:
     #: Whether the cells trained for a number of steps and skipped evaluation.
     skips_evaluation: bool = False
     peak_memory_bytes: float | None = None
-    #: Names of audit rules that doubt the peak memory; only collected if no constraint limits the memory.
+    #: Names of audit rules whose findings make the peak memory doubtful. They are only collected if no
+    #: constraint limits the memory.
     rules_doubting_peak_memory: list[str] = field(default_factory=list)
     model_states_bytes: float | None = None
     #: Memory of the smallest GPU in bytes; None if unknown or without a GPU.
@@ -67,6 +68,7 @@ class Candidate:
     tokens_per_s: float | None = None
     #: Model FLOPs utilisation as a fraction of 1; None if unknown.
     mfu: float | None = None
+    #: Number of samples in the test set, a float as all columns of numbers; None if unknown.
     test_samples: float | None = None
     has_cpu_workers: bool = False
     has_servers: bool = False  # whether the candidate has parameter servers

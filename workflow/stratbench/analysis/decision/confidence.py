@@ -277,8 +277,8 @@ def compute_max_confidence_level_and_reason(ranking: Ranking) -> tuple[LevelInde
     if ranking.max_alternative_lead_fraction is None:
         return (
             0,
-            f"The order may be due to chance: {ranking.reason_ranking_may_be_chance}, so there is no "
-            "interval.",
+            "There is no interval, so the order may be due to chance: "
+            f"{ranking.reason_ranking_may_be_chance}.",
         )
     over_repeats = f"Over {format_count(repeats, first.repetition_noun)}"
     rivals = format_count(len(ranking.comparisons), "rival")

@@ -190,7 +190,10 @@ class Ranking:
 
     @property
     def min_num_compared_repeats(self) -> int:
-        """Smallest number of repeats behind an interval. Without intervals, the choice's repeats."""
+        """Smallest number of repeats of a comparison with an interval.
+
+        If no comparison has an interval, it is the number of the choice's repeats.
+        """
         with_interval = [
             c.repeats
             for c in self.comparisons

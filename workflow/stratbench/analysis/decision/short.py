@@ -81,7 +81,7 @@ class ShortAnswer:
     gpus: int | None
     #: The conclusion as a sentence, after sentences on constraints that no record can answer.
     claim: str
-    #: Kind of the answer: `sure`, or a key of KINDS.
+    #: How firm the answer is: `sure`, or a key of KINDS such as `one run`.
     kind: str
     #: Training time of the choice as text, or its cost if a price is set.
     value: str = ""
@@ -96,7 +96,7 @@ class ShortAnswer:
     score_open: bool = False
     memory: str = ""
     memory_note: str = ""
-    #: Peak memory as a fraction of the GPU's memory; None if the GPU is unknown.
+    #: Peak memory of the choice as a fraction of the GPU's memory; None if the GPU is unknown.
     memory_share: float | None = None
     #: The best alternative of a sure answer: `fsdp × 2 takes 40 % longer, with 30 % less memory`.
     runner_up: str = ""

@@ -83,7 +83,10 @@ def draw_timeline_figure(
     lines = [[] if t is None else list(iter_worker_lines(t, columns_by_kind)) for t in timelines]
     panels = [Panel(*parts) for parts in zip(cells, timelines, lines, strict=True)]
     workers = ", ".join(dict.fromkeys(data.format_workers(int(cell["gpus"])) for cell in cells))
-    caption = [f"First repeat of each strategy on most workers ({workers}).", "Shaded: training."]
+    caption = [
+        f"First repeat of each strategy on its largest number of workers ({workers}).",
+        "Shaded: training.",
+    ]
     if any(line.name.startswith("server") for panel in panels for line in panel.lines):
         caption.append("Dashed: servers.")
     kinds = {"gpu" if (t["kind"] == "gpu").any() else "process" for t in timelines if t is not None}

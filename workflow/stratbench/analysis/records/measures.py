@@ -219,7 +219,7 @@ def append_dagger_if_flagged(text: str, flags: str) -> str:
 def format_status_as_value(
     status: str, time_limit_s: float | None, reason: str | None = None
 ) -> str:
-    """Return the text that replaces a cell's value if the cell is not `ok`. Example: `OOM`.
+    """Return the text shown instead of a value if a cell is not `ok`. Example: `OOM`.
 
     Args:
         status: Status of the cell.

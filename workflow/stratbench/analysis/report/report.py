@@ -186,7 +186,10 @@ def describe_experiment_size(rows: pd.DataFrame) -> str:
 
 
 def describe_experiment_conditions(rows: pd.DataFrame) -> str:
-    """Return a note on an experiment: its workers, their slowdowns, and training without evaluation."""
+    """Return a note on the conditions under which an experiment's cells trained.
+
+    It names the workers' devices, their slowdowns, and the number of steps if there was no evaluation.
+    """
     slowdowns = "; ".join(sorted(set(rows["slowdown"].dropna())))
     note = f" Workers were slowed down on purpose: {slowdowns}." if slowdowns else ""
     if rows["steps"].notna().any():

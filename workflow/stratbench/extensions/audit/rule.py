@@ -84,14 +84,14 @@ class AuditData:
         return list(self.ok.itertuples())
 
     def list_groups_with_any_strategy(self, group: Group) -> list[Group]:
-        """Return the groups of all strategies with the model and worker count of `group`.
+        """Return the groups that differ from `group` in nothing but the strategy.
 
         The group itself is included.
         """
         return self._alike.get(group.copy_with_strategy(""), [])
 
     def list_groups_with_any_worker_count(self, group: Group) -> list[Group]:
-        """Return the groups of all worker counts with the strategy and model of `group`.
+        """Return the groups that differ from `group` in nothing but the worker count.
 
         The group itself is included.
         """

@@ -32,8 +32,8 @@ MAX_SHARDING_MS = 5.0
 MIN_EQUAL_DIGITS = 4
 #: Largest tolerated shares: of waiting for data in a step, and of late starts in the training time.
 MAX_DATA_SHARE, MAX_SKEW_SHARE = 0.10, 0.02
-#: Relative standard deviation of undisturbed repeats; and N, if chance makes one cell in N exceed the limit.
-#: The limit follows from both: it is 10 % with two repeats, and 5 % with ten.
+#: Relative standard deviation that undisturbed repeats usually have, and a number N. The limit is such that
+#: only one of N undisturbed cells exceeds it by chance: it is 10 % with two repeats, and 5 % with ten.
 USUAL_DEVIATION, BY_CHANCE = 0.03, 1000
 
 

@@ -206,7 +206,7 @@ def make_returning_channel(
     Args:
         folder: Run folder of the cell.
         leave_requested: Set when this worker must leave.
-        connect: Connects to the servers, from the number of their start and a time limit in seconds.
+        connect: Connects to the servers, from their incarnation and a time limit in seconds.
     """
     return ReturningChannel(
         lambda incarnation: connect(incarnation, ATTEMPT_S),

@@ -63,7 +63,8 @@ class CollectiveCost:
     The rank waits for all of them, one after the other.
 
     Attributes:
-        steps_by_level: Number of steps by level, each of which costs the latency.
+        steps_by_level: Number of the collective's steps by level (`within` nodes or `between` nodes). Each
+            step costs the latency of this level's links.
         bytes_by_level: Bytes by level.
     """
 

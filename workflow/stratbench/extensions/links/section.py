@@ -25,7 +25,7 @@ from stratbench.extensions.links.collective_cost import (
 
 TEMPLATE = Path(__file__).parent / "templates" / "links.html.j2"
 
-#: Colours of the plots' lines, one per number of workers.
+#: Names of colours of the report. The plots' lines have one for each number of workers.
 COLOURS = ("replicas", "bad", "averaging-servers", "wait", "ink", "muted")
 #: A fit is trusted if the standard deviation of ln(measured / fitted time) is at most this.
 TRUSTED_SD = 0.35

@@ -172,8 +172,8 @@ def check_study(
     Args:
         config: The validated config.
         study: The study.
-        tries_both_resharding: Whether FSDP's cells on most workers are tried with both values of
-            `reshard_after_forward`.
+        tries_both_resharding: Whether FSDP's cells on the largest number of workers are tried with both
+            values of `reshard_after_forward`.
     """
     subjects = [make_cell_to_plan(config, study, cell) for cell in study.cells]
     requests = [s.request for s in subjects]

@@ -58,9 +58,9 @@ def project_by_perfect_scaling(
 def project_by_constant_loss(
     measured_steps: Sequence[MeasuredStep], scaling: Scaling, workers: int
 ) -> float:
-    """Return the seconds of a step by an equal loss of efficiency per doubling.
+    """Return a step's seconds if each doubling of workers loses an equal share of efficiency.
 
-    The loss is that between the two largest measured counts.
+    This loss of efficiency, which is no training loss, is that between the two largest measured counts.
 
     Args:
         measured_steps: Measured step times.

@@ -225,7 +225,11 @@ def _find_link_replay(
     counts: Sequence[int],
     count_nodes_at: Callable[[int], int],
 ) -> UsableReplay:
-    """Return the replay of a strategy's steps, and the counts that it can replay."""
+    """Return the replay of a strategy's steps on measured links, and its usable counts.
+
+    The replay simulates a step on another number of workers, with the measured latency and bandwidth of the
+    links.
+    """
     points, path = (
         evidence.measured_steps,
         Path(config["results"]) / study.name / "links" / "links.csv",

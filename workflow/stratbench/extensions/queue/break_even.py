@@ -168,9 +168,9 @@ class ModeTimes:
         )
 
     def compute_mode_time_ratio(self, mode: str, other_mode: str) -> IntervalEstimate:
-        """Return the ratio of mean times in two modes, with a 95 % interval.
+        """Return the mean time in `mode` divided by that in `other_mode`.
 
-        Both modes have the same submission times.
+        The ratio has a 95 % interval. Both modes have the same submission times.
         """
 
         def compute_mean_ratio(blocks: np.ndarray) -> float:

@@ -362,7 +362,7 @@ class ParameterServer(base.Strategy):
         only known after its push. The result is None at the end of the training.
         """
         s, t = self.worker.settings, self.ticket
-        assert isinstance(t, Ticket)  # within a step, the worker has a ticket and no evaluation
+        assert isinstance(t, Ticket)  # within a step, the worker trains and does not evaluate
         steps = train_samples // s.global_batch
         following = t.epoch * steps + t.step + 1
         if following >= self.worker.total_steps:

@@ -144,7 +144,7 @@ class Replacements:
         return _ADDRESS.sub(replace_address, self.replace_names(text))
 
     def replace_names_in_value(self, value: Any) -> Any:
-        """Return a JSON value in whose texts the names are replaced.
+        """Return a copy of a JSON value, with the names in its texts replaced.
 
         Keys, and texts of a single word, are not changed.
         """

@@ -38,7 +38,7 @@ WORDS = (
 )
 
 
-#: Largest relative difference between two workers' gradients that still count as equal.
+#: Workers' gradients of a parameter count as unlike if their relative difference is larger than this.
 UNLIKE = 1e-2
 
 

@@ -110,8 +110,8 @@ class FSDP(Sharded):
         parts = (
             None if chosen == "node" and gpus > 1 else compute_shard_group_size(chosen, gpus, gpus)
         )
-        # `ring_copies` is a minimum. Parameters that are gathered again for backward make 3 copies, but the
-        # root, which gathers only once, may have all parameters.
+        # `ring_copies` is 2, the minimum. Parameters that are gathered again for backward make a third copy.
+        # But the root is gathered only once, and all parameters may be in the root.
         return base.Traits(
             is_synchronous_on_one_worker=same_rounding,
             equals_ddp=same_rounding,

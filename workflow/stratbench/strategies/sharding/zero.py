@@ -134,6 +134,7 @@ class ZeRO1(collective.Collective):
         return [*weights, *self.list_changed_frozen_parameters(), *self.model.buffers()]
 
     def reset(self) -> None:
+        """Reset the inherited state, and mark all gradient buckets as empty and not sent."""
         super().reset()
         self._reset_gradient_buckets()
 

@@ -107,7 +107,7 @@ def _make_own_dataset_metadata(
 
 
 def _read_source_and_values(name: str, spec: Mapping[str, Any]) -> tuple[str, dict[str, int]]:
-    """Return the source that a data set's specification names, and the values of its keys.
+    """Return the source of a data set's specification, and the values of its other keys.
 
     Missing keys have their defaults.
 

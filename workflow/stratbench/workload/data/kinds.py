@@ -86,5 +86,5 @@ class FileKind:
     #: Name of the task, if the shape of a sample does not determine it.
     task: str | None = None
     has_float_samples: bool = False
-    #: Returns why given config values are invalid, or None if they are valid.
+    #: Function that returns why given config values are invalid, or None if they are valid.
     invalid_values_reason: Callable[[Mapping[str, Any]], str | None] = lambda values: None

@@ -89,7 +89,8 @@ def _call_forward_checkpointed(
         return forward(*args, **kwargs)
     contexts = partial(_make_forward_and_recompute_contexts, norms, is_selective)
     if torch.compiler.is_compiling():
-        # Compiled code does not update buffers in the recomputation, and does not support `_Recomputing`.
+        # Compiled code does not update buffers in the recomputation, and does not support `_Recomputing`. So
+        # contexts are only needed in the selective mode.
         if not is_selective:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = _make_selective_contexts

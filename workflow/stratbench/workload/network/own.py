@@ -299,9 +299,13 @@ def _do_tensors_overlap(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _describe_missing_data_values(shape: Sequence[int], e: Exception) -> str:
-    """Return a clause that names required arguments for which the data set has no values.
+    """Return a clause that names the required arguments that the data set cannot supply.
 
     It completes the message on a call that failed. It is empty if the call failed for another reason.
+
+    Args:
+        shape: Shape of a sample, which determines the arguments that the data set supplies.
+        e: Error of the call.
     """
     wanted = [
         key

@@ -155,7 +155,10 @@ def read_worker_jobs(job: Job) -> list[dict[str, Any]]:
 
 
 def _read_member_histories(job: Job) -> list[MemberHistory]:
-    """Read each launcher's history of members, and add steps that were not reported."""
+    """Read each launcher's history of members, and add steps that were not reported.
+
+    The number of such steps is known from files of the members and from checkpoints, or is estimated.
+    """
     kept = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in RunFiles(job.folder).list_member_history_paths()

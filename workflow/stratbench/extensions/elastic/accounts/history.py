@@ -15,7 +15,7 @@ class TrainingGeneration:
         number: Number of the generation, from 0.
         members: Numbers of the workers, by rank.
         from_step: Number of steps that the training had taken before the generation.
-        cause: Event for which the generation was formed, as a text.
+        cause: Event that started the generation, as a text.
         formed_unix_s: When the members were told to form the process group.
         began_unix_s: When the first step began; None if the generation broke before.
         ended_unix_s: When the last step ended, if known.

@@ -325,7 +325,8 @@ def pair_matching_segments(
             a.reduction_range
         ) != _count_indices_in_range(b.reduction_range):
             raise TraceMismatchError(
-                f"the traces have different numbers of events after the mark {a.key}"
+                "all blocks must be traced: with few and with more blocks, the traced steps have "
+                f"different numbers of events after the mark {a.key} (label, block, occurrence)"
             )
     return pairs
 
@@ -360,7 +361,8 @@ def check_blocks_are_equal(
             for x, y, z in zip(*(s.moments for s in three), strict=True):
                 if live[z] - live[y] != live[y] - live[x]:
                     raise TraceMismatchError(
-                        f"neighbouring blocks add different amounts of memory at the mark {label}"
+                        "all blocks must be traced: neighbouring blocks of the model use different amounts "
+                        f"of memory at the same place ({label})"
                     )
         each = [[collectives[i] for i in range(*s.collective_range)] for s in three]
         if each[0] != each[1] or each[1] != each[2]:
@@ -464,7 +466,9 @@ def sum_weighted_numbers(values: Sequence[Any], weights: Sequence[int]) -> Any:
     """
     *others, last = values
     if any(type(x) is not type(last) and not isinstance(x, int | float) for x in others):
-        raise TraceMismatchError("footprints of different traces have values of different types")
+        raise TraceMismatchError(
+            "footprints of different traces cannot be combined: a value has different types in them"
+        )
     if isinstance(last, bool | str) or last is None:
         if any(x != last for x in others):
             raise TraceMismatchError(

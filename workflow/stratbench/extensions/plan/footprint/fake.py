@@ -196,7 +196,7 @@ _measured: dict[Any, Any] = {}
 
 
 def cache_costs_of_pipeline_units(strategy: Any) -> None:
-    """Make a pipeline measure a model's units once, and reuse their costs for all stages."""
+    """Make a pipeline measure the costs of a model's units once, for all stages."""
     measure = strategy.measure_unit_costs_on_fake_tensors
 
     def look_up_costs_of_pipeline_units(*args: Any) -> Any:

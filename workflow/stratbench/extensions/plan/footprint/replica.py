@@ -150,9 +150,10 @@ def _start_hook_all_reduce(
     *args: Any,
     **kwargs: Any,
 ) -> _AllReduceResult:
-    """Start an all-reduce for a hook, and return an object with the hook's future.
+    """Start an all-reduce for a communication hook, and return a substitute for its result.
 
-    The future is completed at once if `pending_reductions` is None.
+    The hook gets a future from this substitute. The future is completed at once if `pending_reductions` is
+    None.
     """
     all_reduce(tensor, group=kwargs.get("group"), async_op=True)
     future = torch.futures.Future()

@@ -204,7 +204,7 @@ class MicrobatchCounts(NamedTuple):
 
 
 def select_settings_that_affect_footprint(s: Settings) -> dict[str, Any]:
-    """Return the settings that affect a footprint, as the metadata of settings say."""
+    """Return the settings that affect a footprint, by each setting's metadata `planned`."""
     selected = {}
     for field in fields(Settings):
         value, planned = getattr(s, field.name), field.metadata["planned"]

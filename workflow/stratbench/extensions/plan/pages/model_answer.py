@@ -48,7 +48,7 @@ def format_model_answer(answer: Answer) -> str:
 
 
 def format_first_traced_strategy(answer: Answer) -> str:
-    """Return a line on the strategy that was traced first."""
+    """Return a line with the answer for the strategy that was traced before all others."""
     return wrap_lines([f"first: {_describe_strategy_answer(answer, answer.strategy_answers[0])}"])
 
 

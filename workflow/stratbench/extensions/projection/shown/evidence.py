@@ -66,7 +66,7 @@ class ProjectionEvidence(Evidence):
                     yield make_projected_candidate(usable, workers, projected)
 
     def iter_answer_changes(self, question: Question, choice: Candidate) -> Iterable[str]:
-        """Yield sentences on numbers of workers on which another strategy is the fastest."""
+        """Yield sentences on the worker counts from which the fastest strategy changes."""
         if choice.has_projected_time:
             for sentence in self.crossings.get(question, ()):
                 yield f"Another number of workers: {sentence}"

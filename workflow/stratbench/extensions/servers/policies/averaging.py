@@ -242,9 +242,10 @@ class BackupPolicy(SyncPolicy):
         return stepped
 
     def _find_summable_slots_end(self) -> float:
-        """Return infinity once the present step has all gradients that it averages, and -1 before.
+        """Return infinity if all gradients that the step averages have arrived, and else -1.
 
-        No gradient is summed before, because it is unknown which gradients will be the first to arrive.
+        Gradients of slots below the result may be summed. With -1 there are none, because it is unknown which
+        gradients will be the first to arrive.
         """
         enough = len(self._arrived) + self._arrived_and_left >= self._quorum
         return math.inf if enough or self._live <= self._arrived | self._late else -1

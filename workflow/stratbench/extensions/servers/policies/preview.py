@@ -68,6 +68,10 @@ class PreviewPolicy(KBatchPolicy):
         self._chunk = torch.zeros_like(weights[:CHUNK]) if looks else None
 
     def view(self, worker: int, out: Tensor) -> WeightsVersion:
+        """Write the weights for a worker to `out`, shape [n], and return their version.
+
+        A worker that will miss the unfinished bucket gets predicted weights.
+        """
         # `others` is below N. So a worker reads the weights themselves if the bucket has no gradient yet.
         others = len(self._present - {worker})
         if self._chunk is None or self._count + others < self._k:

@@ -338,7 +338,7 @@ class Member:
         return bool(self._outbox)
 
     def send_replies_until_end(self, weights: Weights) -> None:
-        """Send replies to the worker as soon as they are queued, until the end.
+        """Send replies to the worker as soon as they are queued, until none will follow.
 
         Each worker has a thread that calls this method. So a slow link of one worker does not delay others.
         """

@@ -29,33 +29,36 @@ _TICKET = struct.Struct("<QIII")
 
 
 class Kind(IntEnum):
-    """Kind of a frame. In the comments, C says that workers (clients) send it, and S that servers do."""
+    """Kind of a frame. Each comment names its sender: a server or a client (worker)."""
 
-    CHALLENGE = 1  # S: the server's nonce, in the first frame of a connection
-    HELLO = 2  # C: description of the worker and its model, with a proof that it knows the secret
-    WELCOME = 3  # S: description of the server's shards, with a proof that it knows the secret
-    MEMORY = 4  # C: a frame that comes with the file descriptor of the shared memory
-    INIT = 5  # S: request for the worker's initial weights. C: the initial weights of one shard
-    PULL = 6  # C: request for weights and the first ticket, because the worker is ready to start
-    PUSH = 7  # C: gradients of `count` shards, or the float buffers
-    SKIP = 8  # C: a gradient of the ticket overflowed. So the ticket causes no update
-    OK = 9  # S: weights of `count` shards
-    TICKET = 10  # S: the worker's next ticket
-    WAIT = 11  # S: no ticket is free at present. C: the same, for the other servers
-    DONE = 12  # S: the training is over. C: the same, for the other servers of an elastic run
-    ACK = 13  # S: a server other than 0 has received all gradients of the ticket
-    SETTLE = 14  # C: the content of an ACK, for server 0
-    HEARTBEAT = 15  # S and C: sign of life while nothing else is sent
-    # S: the reason for which the run, or this worker's part in it, is over. With `count` 1, the worker may
-    # join later. C: the same, for the other servers.
+    CHALLENGE = 1  # Server: the server's nonce, in the first frame of a connection
+    # Client: description of the worker and its model, with a proof that it knows the secret.
+    HELLO = 2
+    WELCOME = 3  # Server: description of the server's shards, with a proof that it knows the secret
+    MEMORY = 4  # Client: a frame that comes with the file descriptor of the shared memory
+    INIT = 5  # Server: request for the worker's initial weights. Client: the initial weights of one shard
+    # Client: request for weights and the first ticket, because the worker is ready to start.
+    PULL = 6
+    PUSH = 7  # Client: gradients of `count` shards, or the float buffers
+    SKIP = 8  # Client: a gradient of the ticket overflowed. So the ticket causes no update
+    OK = 9  # Server: weights of `count` shards
+    TICKET = 10  # Server: the worker's next ticket
+    WAIT = 11  # Server: no ticket is free at present. Client: the same, for the other servers
+    DONE = 12  # Server: the training is over. Client: the same, for the other servers of an elastic run
+    ACK = 13  # Server: a server other than 0 has received all gradients of the ticket
+    SETTLE = 14  # Client: the content of an ACK, for server 0
+    HEARTBEAT = 15  # Server and client: sign of life while nothing else is sent
+    # Server: the reason for which the run, or this worker's part in it, is over. With `count` 1, the worker
+    # may join later. Client: the same, for the other servers.
     ERR = 16
-    BYE = 17  # C: the worker leaves after the training, and reports how long it waited for servers
-    TALK = 32  # S and C: JSON between the coordinator of an elastic cell and its workers
-    APPLY = 18  # C: no gradient of the ticket overflowed. So the servers apply the gradients
-    # C: the elastic worker leaves before the end, and reports how long it waited for servers.
+    BYE = 17  # Client: the worker leaves after the training, and reports how long it waited for servers
+    TALK = 32  # Server and client: JSON between the coordinator of an elastic cell and its workers
+    APPLY = 18  # Client: no gradient of the ticket overflowed. So the servers apply the gradients
+    # Client: the elastic worker leaves before the end, and reports how long it waited for servers.
     LEAVE = 19
-    EVAL = 20  # S: request to evaluate the snapshot of epoch `shard`, in place of an elastic worker's ticket
-    SCORE = 21  # C: the results of an evaluation that EVAL has requested
+    # Server: request to evaluate the snapshot of epoch `shard`, in place of an elastic worker's ticket.
+    EVAL = 20
+    SCORE = 21  # Client: the results of an evaluation that EVAL has requested
 
 
 class ProtocolError(Exception):

@@ -134,7 +134,7 @@ def attach_flat_tensors(descriptor: int, layout: Layout) -> FlatTensors:
             sealed = 0
         if not sealed:
             raise ValueError(
-                "the worker's shared memory is not sealed, so that it could be truncated"
+                "the worker's shared memory is not sealed and could therefore be truncated"
             )
         size_bytes = os.fstat(descriptor).st_size
         if size_bytes != _count_total_bytes(layout):

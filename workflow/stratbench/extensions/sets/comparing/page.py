@@ -36,7 +36,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 MEMORY_CHANGE = 0.02
 #: Largest number of differences per kind on the page. The table in the file next to the page has all of them.
 MAX_DIFFERENCES = 12
-#: Largest number of changes of order between two strategies on the page.
+#: Largest number of rank changes on the page. A rank change is a pair of strategies in another order.
 MAX_RANK_CHANGES = 12
 
 

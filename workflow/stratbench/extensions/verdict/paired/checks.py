@@ -75,11 +75,12 @@ def correct_conclusion_by_full_runs(
 ) -> FullRunCorrection | None:
     """Return the corrected conclusion if the leader's full runs contradict its blocks, else None.
 
-    A deviation is log(measured / predicted time) of a full run. If the leader's deviation exceeds an
-    alternative's by more than MAX_LOG_DEVIATION, the alternative's bound is lowered by this difference. The
-    bound is also lowered by the half-width of the difference's 95 % interval, because a full run has another
-    allocation. An alternative's own deviation counts only if it exceeds MAX_LOG_DEVIATION. An alternative
-    without full runs gets the mean deviation of all alternatives, if this mean is positive.
+    A block times the strategies in short runs, and a full run is a whole training. A deviation is
+    log(measured / predicted time) of a full run. If the leader's deviation exceeds an alternative's by more
+    than MAX_LOG_DEVIATION, the alternative's bound is lowered by this difference. The bound is also lowered
+    by the half-width of the difference's 95 % interval, because a full run has another allocation. An
+    alternative's own deviation counts only if it exceeds MAX_LOG_DEVIATION. An alternative without full runs
+    gets the mean deviation of all alternatives, if this mean is positive.
 
     Args:
         deviations: Deviations from `compute_full_run_deviations`, by strategy.

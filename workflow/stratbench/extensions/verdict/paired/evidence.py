@@ -301,7 +301,8 @@ def _iter_usable_blocks(
             continue
         if block.comparison_key not in wanted:
             continue
-        # Only strategies that are still in the study are checked. Segments of other strategies are not used.
+        # The settings are checked only of the block's strategies that are still in the study. What the block
+        # measured of other strategies is not used.
         strategies = wanted[block.comparison_key].keys() & block.settings_hashes.keys()
         now = wanted[block.comparison_key]
         if stale := sorted(a for a in strategies if now[a] != block.settings_hashes[a]):

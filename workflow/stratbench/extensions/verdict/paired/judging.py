@@ -244,11 +244,11 @@ def _moderate_variances(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return moderated variances of paired differences, and their degrees of freedom.
 
-    The variances of all comparisons of a study are moderated together.
+    Moderation shrinks the variances of all comparisons of a study together, each towards its kind's prior.
 
     Args:
         differences: Paired differences of log times to the leader, per comparison and strategy.
-        kinds: Whether parameter servers take part in each difference. The two kinds have different priors.
+        kinds: Mask of the differences in which parameter servers take part. They have another prior.
     """
     shape = differences.mean.shape
     flat = (*shape[:-2], -1)
@@ -305,7 +305,7 @@ class InterimResult(NamedTuple):
     """
 
     look: InterimEvaluation
-    #: Mask of the comparisons that were open before the round.
+    #: Mask of the comparisons that this round evaluates: those that were open before it.
     judged: np.ndarray
     #: Mask of the strategies that left a comparison because they were slower.
     dropped: np.ndarray

@@ -143,7 +143,7 @@ class FullRunScores:
             if run.status != "ok":
                 return f"its full run failed: {run.failure_reason or run.status}"
         if comparison.equals_ddp[comparison.strategies.index(strategy)]:
-            return None  # the score of such a strategy is itself the reference
+            return None  # the score of a strategy that equals DDP is itself the reference
         loss = self.estimate_score_loss(comparison, strategy)
         if loss is None or loss.score_loss <= loss.score_tolerance:
             return None
