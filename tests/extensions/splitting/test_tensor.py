@@ -314,7 +314,7 @@ def test_how_workers_are_divided(options, gpus, mesh):
 
 
 def test_groups_that_do_not_come_out_even_are_refused():
-    with pytest.raises(ValueError, match="tensor_parallel_size = 2 does not divide 3 workers"):
+    with pytest.raises(ValueError, match="tensor_parallel_size = 2 does not divide the 3 workers"):
         TensorParallel(TensorParallel.Options(tensor_parallel_size=2)).mesh(3)
 
 
