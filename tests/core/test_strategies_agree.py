@@ -940,7 +940,7 @@ def test_gradients_are_clipped_after_the_loss_scale_is_taken_off(monkeypatch, ma
 )
 def test_a_schedule_is_a_formula_of_the_step(schedule, warmup, expected):
     assert [compute_lr_factor(schedule, i, 4, warmup) for i in range(4)] == pytest.approx(expected)
-    above = [compute_lr_factor(schedule, i, 4, warmup, final=0.2) for i in range(warmup, 4)]
+    above = [compute_lr_factor(schedule, i, 4, warmup, final_factor=0.2) for i in range(warmup, 4)]
     assert above == pytest.approx(
         expected[warmup:] if schedule == "constant" else [0.2 + 0.8 * e for e in expected[warmup:]]
     )

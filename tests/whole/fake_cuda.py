@@ -213,7 +213,7 @@ def run(strategy: str, options: dict[str, Any], model: str, precision: str) -> d
         groups = models.list_shard_groups(model, net)
         made = fake.make_strategy_for_fake_tensors(request)
         if request.is_worker_of_server:
-            made.connect = partial(channel_to_nobody, made)
+            made.connect_to_servers = partial(channel_to_nobody, made)
         worker = Worker(s, 0, workers, workers, DEVICE, RunFolder(Path()), groups)
         seen: dict[str, str] = {}
         layouts_of(net, seen)

@@ -307,7 +307,7 @@ def test_marks_have_the_colours_of_the_theme(browser, page, theme):
     """By the dots of a mark in the legend."""
     browser.shown_as(theme)
     open_page(browser, page)
-    full, _ = getattr(FAMILIES["replicas"], f"{theme}_theme_colours")
+    full, _ = getattr(FAMILIES["replicas"], f"full_and_quiet_{theme}_colours")
     wanted = [int(full[at : at + 2], 16) for at in (1, 3, 5)]
     found = browser.run(
         "(() => { const all = [...document.querySelectorAll('#legend button')];"
