@@ -428,7 +428,7 @@ class Unit(nn.Module):
         return self.inner(x)
 
 
-def labels(groups: sharding.Groups) -> list[str]:
+def labels(groups: sharding.ShardGroups) -> list[str]:
     return [label for label, _ in groups]
 
 
