@@ -255,7 +255,7 @@ def test_one_repeat_gives_no_interval_and_little_confidence():
     found = decided([cell("ddp", 10.0), cell("fsdp", 30.0)])
     assert found.confidence == "low"
     assert found.headline == "ddp × 4. Fastest, in one run each."
-    assert "there is no interval" in " ".join(found.sure)
+    assert "There is no interval" in " ".join(found.sure)
     assert any(change.startswith("More repeats") for change in found.changes)
 
 
