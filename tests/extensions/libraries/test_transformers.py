@@ -124,7 +124,7 @@ REFUSED = {
     (
         "MixtralEager",
         "pipeline",
-    ): "but forward needs values of tensors (aten.nonzero.default); for experts",
+    ): "but forward reads values of tensors (aten.nonzero.default); if the model has experts",
     (
         "Adapted",
         "tensor",
