@@ -15,10 +15,6 @@ class MissingPackage(ModelError):
     """Raised if a package that a strategy needs is not installed, or has another version."""
 
 
-#: Name of a strategy in the study, class of the strategy, and options of the strategy.
-StrategyUse = tuple[str, "type[Strategy]", Mapping[str, Any]]
-
-
 def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
     """Raise Missing if this Python environment lacks a package that a strategy needs.
 
@@ -31,7 +27,9 @@ def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) 
         raise MissingPackage(reason)
 
 
-def iter_missing_requirements(strategies: Iterable[StrategyUse]) -> Iterator[str]:
+def iter_missing_requirements(
+    strategies: Iterable[tuple[str, type[Strategy], Mapping[str, Any]]],
+) -> Iterator[str]:
     """Yield a sentence per missing package or other requirement of the strategies, with the remedy."""
     strategies = list(strategies)
     strategies_by_pin: dict[tuple[str, str], dict[str, None]] = {}

@@ -14,8 +14,6 @@ from stratbench.cell.text.words import format_count, format_names
 from stratbench.statistics.moderated import ROUGH
 
 LEVELS = ("low", "medium", "high")
-#: Index into LEVELS.
-LevelIndex = int
 #: Sentence for a decision whose number of repeats was not fixed in advance.
 LOOKED_AGAIN = (
     "Some records plan another number of repeats than there are. The intervals are therefore wider, which "
@@ -137,7 +135,7 @@ def is_every_rival_much_slower_on_one_host(ranking: Ranking, hosts: set[str]) ->
 
 
 def describe_limit_from_repeats(
-    ranking: Ranking, constraints: Constraints, allowed_level: LevelIndex
+    ranking: Ranking, constraints: Constraints, allowed_level: int
 ) -> str:
     """Return in a few words why the repeats limit the confidence, or an empty text.
 
@@ -246,7 +244,7 @@ def is_choice_confirmed_by_verdict(ranking: Ranking) -> bool:
     )
 
 
-def compute_max_confidence_level_and_reason(ranking: Ranking) -> tuple[LevelIndex, str]:
+def compute_max_confidence_level_and_reason(ranking: Ranking) -> tuple[int, str]:
     """Return the highest confidence level that the repeats allow, and a sentence with the reason.
 
     The level is an index into LEVELS.

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from stratbench.workload.data.generated import (
     CHUNK_SAMPLES,
     MarkovChain,
-    Nats,
     make_generated_source,
 )
 from stratbench.workload.data.kinds import Generator
@@ -83,7 +82,7 @@ def replace_tokens_by_mask(
     return np.where(hidden, mask_token, texts), np.where(hidden, texts, IGNORED)
 
 
-def compute_token_entropy_given_neighbours(chain: MarkovChain) -> Nats:
+def compute_token_entropy_given_neighbours(chain: MarkovChain) -> float:
     """Return the entropy in nats of a Markov chain's token whose two neighbours are known.
 
     By the chain rule, it is the entropy of the next two tokens, minus that of the second one of these.

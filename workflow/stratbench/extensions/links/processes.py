@@ -12,11 +12,7 @@ from typing import Any
 TIMEOUT_S = 1800.0
 
 
-#: A function and its arguments.
-ProcessCall = tuple[Callable[..., None], tuple[Any, ...]]
-
-
-def run_calls_in_processes(calls: Sequence[ProcessCall]) -> None:
+def run_calls_in_processes(calls: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
     """Run each function with its arguments in a process of its own.
 
     The caller waits until all processes have ended.

@@ -24,8 +24,6 @@ from stratbench.telemetry.collectives import CollectiveCall
 MAX_LARGER = 8
 #: Bytes of a tensor from which on bandwidth dominates the time of a collective.
 RATE_RULES_BYTES = 64 << 20
-#: Number of groups of a collective that share a node's link.
-GroupsPerLink = int
 
 
 class Unmeasured(LookupError):
@@ -121,7 +119,7 @@ class Links:
         )
 
 
-def _get_group_layout(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, GroupsPerLink]:
+def _get_group_layout(layout: LinkLayout, call: CollectiveCall) -> tuple[LinkLayout, int]:
     """Return the layout of a collective's group, and how many groups share a node's link.
 
     If a node's ranks cannot be divided into groups of neighbours, some group spans two nodes, and limits all.

@@ -29,9 +29,6 @@ from stratbench.train.loop import (
 )
 from stratbench.workload.data.device_data import DeviceData, EpochTables
 
-#: Names of losses that are not finite.
-NonfiniteLossNames = list[str]
-
 
 def train_on_tickets(
     strategy: Any,
@@ -188,7 +185,7 @@ def evaluate_epoch_snapshot(
 
 def evaluate_all_snapshots(
     strategy: Any, data: DeviceData, worker: Worker, progress: EpochProgress
-) -> NonfiniteLossNames:
+) -> list[str]:
     """Evaluate the servers' snapshots of all epochs.
 
     The result names the losses that are not finite.

@@ -80,10 +80,6 @@ def get_strategy_of_policy(policy: str) -> type[ParameterServer]:
     return type(f"ServedBy{rules.__name__}", (ParameterServer,), facts)
 
 
-#: Number of an epoch, and a slice of its shuffled samples.
-EpochAndSlice = tuple[int, slice]
-#: Seconds from the first ticket to the end of an epoch.
-EpochEndSeconds = float
 #: Names of the settings of the servers' optimizer.
 HYPER = ("lr", "momentum", "weight_decay", "nesterov", "optimizer", "betas", "eps")
 
@@ -335,7 +331,7 @@ class ParameterServer(base.Strategy):
 
     def iter_tickets(
         self, evaluate: Callable[[int], dict[str, float | None]] | None = None
-    ) -> Iterator[EpochAndSlice]:
+    ) -> Iterator[tuple[int, slice]]:
         """Yield the epoch of each batch, and the slice of the epoch's shuffled samples.
 
         The first batch comes when all workers are ready. The caller must call `step` for each batch. In an
@@ -355,7 +351,7 @@ class ParameterServer(base.Strategy):
             yield t.epoch, self._get_sample_slice(t.step, t.slice)
         self._exchange = None
 
-    def predict_next_ticket(self, train_samples: int) -> EpochAndSlice | None:
+    def predict_next_ticket(self, train_samples: int) -> tuple[int, slice] | None:
         """Return the epoch and the slice of samples that this worker will probably get next.
 
         A worker that keeps pace with the others gets the same slice of the next step. Which batch it gets is
@@ -438,7 +434,7 @@ class ParameterServer(base.Strategy):
         """Whether this worker evaluates the snapshots after the training. False before the last ticket."""
         return self.channel.evaluator == self.worker.rank
 
-    def load_snapshot(self, epoch: int) -> EpochEndSeconds:
+    def load_snapshot(self, epoch: int) -> float:
         """Load the servers' snapshot of an epoch, counted from 0, into the model.
 
         The result is the seconds from the first ticket to the end of that epoch.
@@ -450,7 +446,7 @@ class ParameterServer(base.Strategy):
         return seconds
 
     @contextmanager
-    def hold_snapshot(self, epoch: int) -> Iterator[EpochEndSeconds]:
+    def hold_snapshot(self, epoch: int) -> Iterator[float]:
         """Load the servers' snapshot of an epoch into the model within a block.
 
         The context yields the result of `load_snapshot`. At the end of the block the model gets its own

@@ -33,10 +33,6 @@ SCHEDULES = {
 #: Bytes of a parameter's training states per byte of the parameter: itself, its gradient and AdamW's two
 #: moments.
 STATES = 4
-#: Largest cost of a stage.
-LargestCost = float
-#: Index after the last unit of each stage.
-StageEnds = tuple[int, ...]
 
 
 class MeasuredUnit(NamedTuple):
@@ -143,7 +139,7 @@ def choose_unit_count_per_stage(
 
 def _minimize_largest_stage_cost(
     compute_cost: Callable[[int, int, int], float], num_units: int, num_stages: int
-) -> tuple[LargestCost, StageEnds]:
+) -> tuple[float, tuple[int, ...]]:
     """Divide units into stages so that the largest stage cost is as small as possible.
 
     The result is this cost, and the index after the last unit of each stage.
@@ -156,7 +152,7 @@ def _minimize_largest_stage_cost(
     """
     # For each number n: the best division of the first n units into the stages so far, as its largest stage
     # cost and the ends of the stages.
-    best: dict[int, tuple[LargestCost, StageEnds]] = {0: (0, ())}
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(1, num_stages + 1):
         ways = {
             end: [

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from stratbench.workload.data.sources import InputsAndTargets
 
-#: Unit of entropy: bits times ln 2.
-Nats = float
 
 #: Number of different tokens that may follow a given token in a text of a Markov chain.
 MARKOV_SUCCESSORS = 8
@@ -123,7 +121,7 @@ class MarkovChain:
         self.share = share / share.sum()
         self._up_to = self.odds.cumsum(axis=1)
 
-    def compute_entropy_rate(self) -> Nats:
+    def compute_entropy_rate(self) -> float:
         """Return the entropy of a token given the previous token. The unit is nats (Shannon, 1948)."""
         return float(self.share @ _compute_row_entropies(self.odds))
 

@@ -56,15 +56,6 @@ NO_VALUES = (
 
 #: Names of parameters, buffers, attributes or modules of a model.
 Names = tuple[str, ...]
-#: Names of state on which evaluation depends, and of state on which training depends.
-EvaluationStateNames = Names
-TrainingStateNames = Names
-#: Names of modules, and of parameters.
-ModuleNames = Names
-ParameterNames = Names
-#: Names of parameters that are read outside of their module, and of those whose class matters.
-ElsewhereReadNames = Names
-ClassDependentNames = Names
 
 
 class PassFailed(ModelError):
@@ -322,7 +313,7 @@ class _TrialRun:
         changed_names: Mapping[str, list[str]],
         evaluation_scores: Tensor,
         training_scores: Tensor,
-    ) -> tuple[EvaluationStateNames, TrainingStateNames]:
+    ) -> tuple[Names, Names]:
         """Return names of changed state that affects evaluation, and of state that affects training.
 
         Args:
@@ -358,7 +349,7 @@ class _TrialRun:
 
     def find_names_used_by_some_batches(
         self, gathering: _Gathering, overwritten_parameters: Sequence[str]
-    ) -> tuple[ModuleNames, ParameterNames]:
+    ) -> tuple[Names, Names]:
         """Return modules that only some batches use, and parameters that batches change differently."""
         if self.on_fakes or not (gathering.reads_values or overwritten_parameters):
             return (), ()
@@ -378,7 +369,7 @@ class _TrialRun:
         ]
         return _find_names_not_in_all_sets(reached), tuple(parted)
 
-    def find_parameters_read_elsewhere(self) -> tuple[ElsewhereReadNames, ClassDependentNames]:
+    def find_parameters_read_elsewhere(self) -> tuple[Names, Names]:
         """Return the names of parameters that forward would not find if FSDP had replaced them.
 
         The first are read outside of their modules. The second have a class or attributes on which forward

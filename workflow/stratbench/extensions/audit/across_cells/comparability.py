@@ -15,12 +15,9 @@ from stratbench.extensions.audit.rule import AuditData, Case, iter_table_rows, r
 MAX_SAMPLES_RATIO = 1.005
 
 
-ExperimentAndModel = tuple[str, str]
-
-
 def iter_comparable_cells(
     evidence: AuditData, column: str
-) -> Iterator[tuple[ExperimentAndModel, pd.DataFrame]]:
+) -> Iterator[tuple[tuple[str, str], pd.DataFrame]]:
     """Yield the cells of each experiment and model that have a value in `column`."""
     with_value = evidence.ok.dropna(subset=[column])
     yield from with_value.groupby(["experiment", "model"], sort=False)

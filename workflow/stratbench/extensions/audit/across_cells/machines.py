@@ -37,10 +37,6 @@ MAX_LIBRARY_BYTES = 4 * GIB
 MIN_OVERLAP_S = 2.5
 
 
-#: Number of a node, and NVML's index of a GPU on this node.
-NodeGpu = tuple[int, int]
-
-
 class ConcurrentCells(NamedTuple):
     """Records of two cells that used one host or GPU at the same time, for `overlap_s` seconds."""
 
@@ -213,7 +209,7 @@ def iter_foreign_gpu_memory_texts(facts: Facts) -> Iterator[str]:
             yield f"{format_bytes(before)} of {what} were in use before the cell began"
 
 
-def list_gpus_of_cell(facts: Facts) -> set[NodeGpu]:
+def list_gpus_of_cell(facts: Facts) -> set[tuple[int, int]]:
     """Return the cell's GPUs, each with its node number and NVML's index on that node."""
     gpus = {
         (gpu["node"], gpu["index"])

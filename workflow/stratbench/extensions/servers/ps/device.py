@@ -22,13 +22,8 @@ from stratbench.extensions.servers.ps.scale import LossScale, Unscaler
 #: Approximate bytes of gradients that one copy from device to host moves.
 BUCKET_BYTES = 16 << 20
 
-#: First shard and end of each bucket.
-BucketBounds = list[tuple[int, int]]
-#: Numbers of buckets.
-BucketNumbers = list[int]
 
-
-def group_shards_into_buckets(bounds: ShardBounds, itemsize: int) -> BucketBounds:
+def group_shards_into_buckets(bounds: ShardBounds, itemsize: int) -> list[tuple[int, int]]:
     """Group successive shards into buckets of about `BUCKET_BYTES`.
 
     Args:
@@ -66,7 +61,7 @@ class Countdown:
         self._left = list(self._total)
         self._final: set[int] = set()
 
-    def mark_gradient_final(self, parameter: int) -> BucketNumbers:
+    def mark_gradient_final(self, parameter: int) -> list[int]:
         """Mark a parameter's gradient as final, and return the buckets that it completes.
 
         Raises:

@@ -13,15 +13,6 @@ from stratbench.cell.learning_rate import compute_lr_factor
 #: heartbeats while its code holds Python's interpreter lock.
 HEARTBEAT_DEADLINE_S = 60.0
 
-#: Fields of the policies' `Hyper` by name, except `workers` and `lr_scale`.
-HyperFields = dict[str, Any]
-#: Values of a policy's options, by option.
-OptionValues = dict[str, Any]
-#: Arguments `schedule`, `warmup_steps` and `final_factor` of `compute_lr_factor`.
-ScheduleArguments = dict[str, Any]
-#: Function that returns a factor on the learning rate for a shard's number of pushes.
-LrFactorOfPushes = Callable[[int], float]
-
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -57,9 +48,9 @@ class ServerConfig:
     steps_per_epoch: int
     slices_per_step: int
     policy: str
-    hyper: HyperFields
-    policy_options: OptionValues = field(default_factory=dict)
-    schedule: ScheduleArguments | None = None
+    hyper: dict[str, Any]
+    policy_options: dict[str, Any] = field(default_factory=dict)
+    schedule: dict[str, Any] | None = None
     server: int = 0
     n_servers: int = 1
     bind_address: str = "127.0.0.1"
@@ -85,7 +76,7 @@ class ServerConfig:
             )
 
     @property
-    def lr_factor_by_push_count(self) -> LrFactorOfPushes | None:
+    def lr_factor_by_push_count(self) -> Callable[[int], float] | None:
         """Function from a shard's number of pushes to the schedule's factor on the learning rate.
 
         The property is None if the learning rate is constant.

@@ -21,8 +21,6 @@ from stratbench.extensions.servers.ps.tickets import CompactIntSet, TicketPlan, 
 from stratbench.extensions.servers.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 
-#: Whether all tensors that a server waited for have arrived.
-AllArrived = bool
 #: Function that creates a policy from its name, its weights [n], optimizer settings, and its options.
 MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
 #: Function that creates a shard from its number and its initial weights, shape [n].
@@ -103,7 +101,7 @@ class Store:
         lane.receive_initial_shard(frame.shard, weights)
         return weights
 
-    def store_initial_tensor(self, shard: int, initial: Tensor) -> AllArrived:
+    def store_initial_tensor(self, shard: int, initial: Tensor) -> bool:
         """Store the initial weights of a shard, or the initial buffers (`BUFFERS`).
 
         The result is whether the initial weights of all shards and the buffers have arrived.

@@ -81,10 +81,6 @@ class Frame(NamedTuple):
     weight: float = 1.0  # weight of the frame's gradients in an average of pushes
 
 
-#: A frame, and whether the peer sent it before.
-FrameAndIsRepeated = tuple[Frame, bool]
-
-
 class Header:
     """Packs or checks the headers of frames in one direction of a connection.
 
@@ -109,7 +105,7 @@ class Header:
         self.seq += 1
         return fields + self._compute_header_tag(fields)
 
-    def unpack_frame(self, head: bytes | bytearray, limit_bytes: int) -> FrameAndIsRepeated:
+    def unpack_frame(self, head: bytes | bytearray, limit_bytes: int) -> tuple[Frame, bool]:
         """Return the frame of a header, and whether the peer sent this frame before.
 
         The caller must discard the payload of a repeated frame.
@@ -161,11 +157,7 @@ def pack_ticket(number: int, epoch: int, step: int, slice_: int) -> bytes:
     return _TICKET.pack(number, epoch, step, slice_)
 
 
-#: Number of a ticket, its epoch, the step of the epoch, and the slice of the step.
-TicketNumbers = tuple[int, int, int, int]
-
-
-def unpack_ticket(payload: bytes) -> TicketNumbers:
+def unpack_ticket(payload: bytes) -> tuple[int, int, int, int]:
     """Return a ticket's number, epoch, step and slice from a TICKET frame's payload.
 
     Raises:

@@ -24,10 +24,6 @@ DIGEST_BYTES = 32
 HELLO_BYTES = 4096
 #: Key of the frames of the handshake. With it, their tags only detect accidental changes.
 _NO_KEY = b"\0" * 32
-#: Key of the frames to the server, and key of the frames to the worker.
-SessionKeys = tuple[bytes, bytes]
-#: Content of a worker's HELLO, and the concatenated nonces of server and worker.
-HelloAndNonces = tuple[dict[str, Any], bytes]
 
 
 class JoinRefused(ConnectionError):
@@ -73,7 +69,7 @@ def _compute_proof(secret: bytes, side: bytes, nonces: bytes, payload: bytes) ->
     return hmac.digest(secret, side + nonces + payload, hashlib.sha256)
 
 
-def derive_session_keys(secret: bytes, nonces: bytes) -> SessionKeys:
+def derive_session_keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
     """Return the keys of frames to the server and of frames to the worker.
 
     Each key has 32 bytes.
@@ -107,7 +103,7 @@ def _parse_json_object(payload: bytes) -> dict[str, Any]:
     return value
 
 
-def challenge_worker(connection: Connection, secret: bytes) -> HelloAndNonces:
+def challenge_worker(connection: Connection, secret: bytes) -> tuple[dict[str, Any], bytes]:
     """Check that a worker knows the secret, and return its HELLO and both nonces.
 
     A server calls this function.

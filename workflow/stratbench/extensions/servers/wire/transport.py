@@ -42,8 +42,6 @@ class Silent(ConnectionError):
     """Error if the peer has sent nothing until a deadline."""
 
 
-#: A value of time.monotonic().
-MonotonicSeconds = float
 #: A connected socket, and its transport, "tcp" or "shm".
 SocketAndTransport = tuple[socket.socket, str]
 
@@ -63,7 +61,7 @@ class PauseDetector:
         self._longest_s = 3 * interval_s
         self.since = self._looked = time.monotonic()
 
-    def update_last_pause_end(self, now: MonotonicSeconds) -> MonotonicSeconds:
+    def update_last_pause_end(self, now: float) -> float:
         """Record that this process runs at `now`, and return when its last pause ended.
 
         Both times are values of time.monotonic().

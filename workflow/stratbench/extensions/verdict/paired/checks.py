@@ -24,9 +24,6 @@ MAX_STEP_TIME_RATIO = 3.0
 #: Two blocks are copies if their log time ratios differ by less. Measured ratios are never so equal.
 MAX_COPY_DIFFERENCE = 1e-6
 
-#: Step time in a block, divided by that in full runs.
-StepTimeRatio = float
-
 
 @dataclass(frozen=True)
 class FullRunCorrection:
@@ -155,7 +152,7 @@ def estimate_allocation_sd(evidence: PairedEvidence) -> SdEstimate:
 
 def iter_strategies_contradicting_full_runs(
     evidence: PairedEvidence, comparison: PairedComparison, block: PairedBlock
-) -> Iterator[tuple[str, StepTimeRatio]]:
+) -> Iterator[tuple[str, float]]:
     """Yield each strategy whose step time in a block contradicts its full run.
 
     Each strategy comes with its step time in the block divided by that in its full runs. The two contradict

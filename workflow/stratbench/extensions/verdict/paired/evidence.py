@@ -89,10 +89,6 @@ class SdEstimate(NamedTuple):
     dof: int
 
 
-#: Number of training samples.
-SampleCount = int
-
-
 @dataclass(frozen=True)
 class PairedEvidence:
     """All inputs of a verdict: comparisons, blocks, full runs and limits."""
@@ -316,7 +312,7 @@ def _iter_usable_blocks(
 
 def _iter_full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
-) -> Iterator[tuple[Cell, tuple[FullRun, SampleCount]]]:
+) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
     """Yield each full run with the config's settings, with its cell and training samples.
 
     Args:
