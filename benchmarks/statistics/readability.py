@@ -189,7 +189,7 @@ def iter_comments(source: str) -> Iterator[tuple[str, str]]:
         ):
             continue
         text, row = token.string.lstrip("#: "), token.start[0]
-        if text.startswith("----"):  # a divider between parts of a file
+        if text.startswith("---"):  # a divider between parts of a file
             continue
         code = token.line[: token.start[1]].strip()
         following = lines[row].strip() if row < len(lines) else ""

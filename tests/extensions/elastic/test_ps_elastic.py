@@ -697,7 +697,7 @@ def test_a_shard_that_goes_on_takes_no_ticket_twice_and_nobody_is_there():
     after.load(before.state())
     weights = after.policy.weights.clone()
     assert torch.equal(weights, before.policy.weights)
-    assert sorted(after.pushed_tickets) == [0, 1, 2, 3]
+    assert sorted(after._taken) == [0, 1, 2, 3]
     released.clear()
     after.push(1, 3, torch.ones(50, dtype=torch.float64), alive)
     assert torch.equal(after.policy.weights, weights)

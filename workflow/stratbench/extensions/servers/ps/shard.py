@@ -191,12 +191,6 @@ class Shard:
             self.policy.on_leave(worker)
             self._release_ready_workers()
 
-    @property
-    def pushed_tickets(self) -> CompactIntSet:
-        """A copy of the set of tickets that were pushed to this shard."""
-        with self._lock:
-            return CompactIntSet(self._taken.floor, self._taken.numbers_above_floor)
-
     def state(self) -> dict[str, Any]:
         """Return a copy of the shard's state for `load`. It does not have the workers that wait or read."""
         with self._lock:

@@ -17,7 +17,7 @@ from stratbench.extensions.servers.ps.flat import cut_into_shards
 from stratbench.extensions.servers.ps.member import Member, SharedLane, StreamLane
 from stratbench.extensions.servers.ps.shard import Shard, WeightsAndVersion
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
-from stratbench.extensions.servers.ps.tickets import CompactIntSet, TicketPlan, intersect_sets
+from stratbench.extensions.servers.ps.tickets import CompactIntSet, TicketPlan
 from stratbench.extensions.servers.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 
@@ -246,10 +246,6 @@ class Store:
             shard.load(shard_states[k])
         if self.buffers is not None and buffers_state is not None:
             self.buffers.load(buffers_state)
-
-    def find_common_pushed_tickets(self) -> CompactIntSet:
-        """Return the numbers of the tickets that were pushed to all shards of this server."""
-        return intersect_sets(shard.pushed_tickets for shard in self.shards.values())
 
     def statistics(self) -> dict[str, Any]:
         """Return the statistics of this server's shards. Lists have one element per shard."""

@@ -25,7 +25,7 @@ MIN_SETS = 3
 EQUAL = 0.03
 
 
-class InterimEvaluation(NamedTuple):
+class InterimAnalysis(NamedTuple):
     """Evaluation of all comparisons at one interim analysis, as arrays.
 
     A log ratio is log(strategy's time / leader's time). It is NaN or infinite if unknown. Fields from `mean`
@@ -167,7 +167,7 @@ def judge_comparisons(
     min_dropped_log_ratio: np.ndarray | float,
     node_set_indices: np.ndarray,
     is_doubtful: np.ndarray | bool = False,
-) -> InterimEvaluation:
+) -> InterimAnalysis:
     """Return the evaluation of some comparisons by their blocks so far.
 
     If few nodes ran all blocks, a block may depend on the block before it. Then a decision takes
@@ -234,7 +234,7 @@ def judge_comparisons(
         & select_value_of_strategy(has_good_score, ahead)
     )
     low, high = mean - reported, mean + reported
-    return InterimEvaluation(
+    return InterimAnalysis(
         leader, blocks, sets, reused, unlike, mean, bound, low, high, slower, rivals, at_most, decided
     )  # fmt: skip
 
@@ -272,7 +272,7 @@ def compute_tail_of_reported_interval(num_started_strategies: np.ndarray) -> np.
     )
 
 
-def mask_dropped_strategies(look: InterimEvaluation, has_ended: np.ndarray) -> np.ndarray:
+def mask_dropped_strategies(look: InterimAnalysis, has_ended: np.ndarray) -> np.ndarray:
     """Return the mask of the strategies that leave the comparison, because they are slower.
 
     A decided comparison keeps them, so that their intervals are reported. Before MIN_BLOCKS blocks the
@@ -304,7 +304,7 @@ class InterimResult(NamedTuple):
     [..., comparisons].
     """
 
-    look: InterimEvaluation
+    look: InterimAnalysis
     #: Mask of the comparisons that this round evaluates: those that were open before it.
     judged: np.ndarray
     #: Mask of the strategies that left a comparison because they were slower.

@@ -23,7 +23,7 @@ from stratbench.extensions.verdict.paired import checks, judging
 from stratbench.extensions.verdict.paired.evidence import PairedEvidence
 from stratbench.extensions.verdict.paired.scores import FullRunScores
 from stratbench.extensions.verdict.paired.state import (
-    ComparisonEvaluation,
+    ComparisonAnalysis,
     ComparisonState,
     DroppedStrategy,
     Ratio,
@@ -260,7 +260,7 @@ class RoundReplay:
                         )
                     )
             state.looks.append(
-                ComparisonEvaluation(
+                ComparisonAnalysis(
                     num_blocks=blocks,
                     num_common_blocks=int(look.blocks[i]),
                     reuses_few_nodes=bool(look.reuses_few_nodes[i]),
@@ -321,7 +321,7 @@ class RoundReplay:
                 )
 
     def _iter_reference_strategies(
-        self, look: judging.InterimEvaluation
+        self, look: judging.InterimAnalysis
     ) -> Iterator[tuple[ComparisonState, str]]:
         """Yield the strategies whose full runs give the reference scores, with their comparisons.
 
@@ -460,7 +460,7 @@ class RoundReplay:
             deviations, last.leader, bounds, last.num_blocks, self._level
         )
 
-    def get_corrected_evaluation(self, state: ComparisonState) -> ComparisonEvaluation | None:
+    def get_corrected_evaluation(self, state: ComparisonState) -> ComparisonAnalysis | None:
         """Return a comparison's latest evaluation, corrected if full runs contradict the blocks."""
         last, correction = state.latest_evaluation, self.find_full_run_correction(state)
         if last is None or correction is None:

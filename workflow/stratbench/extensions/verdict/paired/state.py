@@ -20,7 +20,7 @@ class Ratio(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ComparisonEvaluation:
+class ComparisonAnalysis:
     """Evaluation of one comparison at one interim analysis."""
 
     num_blocks: int
@@ -59,13 +59,13 @@ class ComparisonState:
     """State of a comparison after some rounds: its interim analyses, dropped and remaining strategies."""
 
     comparison: PairedComparison
-    looks: list[ComparisonEvaluation] = field(default_factory=list)
+    looks: list[ComparisonAnalysis] = field(default_factory=list)
     dropped_strategies: list[DroppedStrategy] = field(default_factory=list)
     active_strategies: list[str] = field(default_factory=list)
     is_open: bool = True
 
     @property
-    def latest_evaluation(self) -> ComparisonEvaluation | None:
+    def latest_evaluation(self) -> ComparisonAnalysis | None:
         """The latest interim analysis, or None before the first."""
         return self.looks[-1] if self.looks else None
 

@@ -16,7 +16,7 @@ from stratbench.extensions.verdict.paired.next_round import NextRound, is_compar
 from stratbench.extensions.verdict.paired.noise import Noise, estimate_block_noise
 from stratbench.extensions.verdict.paired.rounds import RoundReplay
 from stratbench.extensions.verdict.paired.state import (
-    ComparisonEvaluation,
+    ComparisonAnalysis,
     ComparisonState,
     DroppedStrategy,
 )
@@ -397,7 +397,7 @@ def convert_log_to_ratio(log_ratio: float) -> float | None:
     return math.exp(log_ratio) if math.isfinite(log_ratio) and abs(log_ratio) < 50 else None
 
 
-def make_evaluation_entry(look: ComparisonEvaluation) -> dict[str, Any]:
+def make_evaluation_entry(look: ComparisonAnalysis) -> dict[str, Any]:
     """Return the entry of an interim analysis in verdict.json.
 
     Its key `intervals` has four numbers per strategy: the time ratio, both ends of its interval, and its
