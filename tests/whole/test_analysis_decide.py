@@ -451,7 +451,7 @@ def test_unequal_workers_are_answered_by_where_it_turns_round():
     assert "slowed down on purpose" in " ".join(decided(slowed).sure)
     assert (
         decided(slowed).short_answer.claim
-        == "With rank 0 4 times slower: Fastest, in one run each."
+        == "Fastest, in one run each. Condition: rank 0 4 times slower."
     )
 
 

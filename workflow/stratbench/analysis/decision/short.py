@@ -186,8 +186,8 @@ def build_short_answer(
         first.gpus,
         " ".join(
             [*unanswered_sentences, known] * bool(unanswered_sentences)
-            + [f"With {text}:" for text in slowdown_texts]
             + [claim.conclusion_text]
+            + [f"Condition: {text}." for text in slowdown_texts]
         ),
         KIND_OF_LEVEL.get(
             confidence.confidence_level,
