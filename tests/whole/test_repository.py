@@ -140,6 +140,51 @@ def test_what_a_rule_names_is_there(tmp_path, monkeypatch, text, fault):
     assert found == ([] if fault is None else [f"{fault}, which is not there"])
 
 
+IMPORT = re.compile(r"from stratbench\.([\w.]+) import (\([^)]+\)|[^\n;]+)")
+
+
+def imported_names(code: str) -> set[tuple[str, str]]:
+    """Return the modules and names that a program imports from the package."""
+    return {
+        (module, name)
+        for module, names in IMPORT.findall(code)
+        for name in re.findall(r"(?:^|,)\s*(\w+)", names.strip("()"))
+    }
+
+
+def missing_names(code: str) -> list[str]:
+    known = architecture.modules()
+    return [
+        f"{module}.{name}"
+        for module, name in sorted(imported_names(code))
+        if f"{module}.{name}" not in known
+        and not (module in known and name in architecture.defined_in(known[module]))
+    ]
+
+
+def written_programs() -> dict[str, str]:
+    """Return programs that tests, benchmarks and pages hold as text: code that no type checker reads."""
+    programs = {}
+    for path in [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and "from stratbench." in text and path != Path(__file__):
+                programs[f"{path.relative_to(ROOT)}:{node.lineno}"] = text
+    for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+        blocks = re.findall(r"^```python$(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S)
+        programs |= {f"{path.relative_to(ROOT)}#{i}": text for i, text in enumerate(blocks)}
+    return programs
+
+
+def test_written_programs_import_what_is_there():
+    programs = written_programs()
+    assert len(programs) > 20
+    missing = {place: missing_names(text) for place, text in programs.items()}
+    assert {place: names for place, names in missing.items() if names} == {}
+    assert missing_names("from stratbench.study import gone") == ["study.gone"]
+    assert missing_names("from stratbench.cell.record import SCHEMA_PATH") == []
+
+
 def test_an_import_of_torch_is_found(tmp_path):
     path = tmp_path / "some.py"
     path.write_text("def f():\n    from torch import nn\n")

@@ -20,7 +20,7 @@ from stratbench.extensions.plan.footprint import cache, processes
 #: Two pools; of a process of each: its parent, whether a fresh one has what takes long to import, its GPUs.
 PROGRAM = """
 import json, os, sys
-from stratbench.extensions.plan.footprint.processes import make_pool
+from stratbench.extensions.plan.footprint.processes import make_process_pool
 
 def found():
     imported = [m in sys.modules for m in ("torch._dynamo", "stratbench.extensions.plan.footprint.fake")]
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     import program
     both = []
     for _ in range(2):
-        with make_pool(1) as pool:
+        with make_process_pool(1) as pool:
             both.append(pool.submit(program.found).result())
     print(json.dumps(both))
 """
