@@ -48,8 +48,10 @@ BUSY = 4
 WARM = pytest.StashKey[str]()
 
 # What nohup or a shell's `&` has this process ignore, the processes of the tests would ignore, too.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(signum) == signal.SIG_IGN:
+        interrupts = signum == signal.SIGINT
+        signal.signal(signum, signal.default_int_handler if interrupts else signal.SIG_DFL)
 # However long an example takes on a busy machine, `timeout` judges.
 hypothesis.settings.register_profile(
     "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -274,6 +274,18 @@ def test_a_member_tells_what_an_epoch_gave_at_its_end(
     ]
 
 
+@pytest.mark.parametrize(("generation", "in_setup"), [(0, True), (1, False)])
+def test_the_wait_for_a_later_generation_is_no_set_up(
+    generation: int, in_setup: bool, alone: tuple[ElasticSynchronous, Heard]
+) -> None:
+    """Others train meanwhile: set-up and training time together would be longer than the cell."""
+    split, _ = alone
+    with pytest.raises(WorkerNotNeeded):
+        split._train_in_generation(ALONE | {"generation": generation}, MemoryMeter(CPU))
+    times = split._phases.compute_seconds_by_phase()
+    assert ("rendezvous_s" in times, "regroup_s" in times) == (in_setup, not in_setup)
+
+
 @pytest.mark.parametrize(("unheard_of", "step"), [("epoch", 4), ("trained", 4), ("through", 12)])
 def test_a_member_whose_coordinator_is_gone_keeps_its_state_and_what_it_did(
     unheard_of: str,

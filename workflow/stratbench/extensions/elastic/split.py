@@ -280,7 +280,9 @@ class ElasticSynchronous:
 
     def _form_group_and_receive_state(self, message: dict[str, Any]) -> None:
         """Form the process group of a generation, and receive the model's state from rank 0."""
-        with self._phases("rendezvous"):
+        # Others train while a worker waits for a later generation. That wait is no part of the cell's set-up.
+        phase = "rendezvous" if message["generation"] == 0 else "regroup"
+        with self._phases(phase):
             self._group.form_group(message["meeting"], message["rank"], message["world"])
         worker, strategy = self.worker, self.strategy
         self._rank, self._world = message["rank"], message["world"]
