@@ -1,10 +1,13 @@
 """Measure how much of names, docstrings, comments, pages and messages is understood at first read.
 
     python benchmarks/statistics/readability.py draw --seed 2026 --to sheet.md
-    python benchmarks/statistics/readability.py share reader-1.csv reader-2.csv
+    python benchmarks/statistics/readability.py share reader-1.csv reader-2.csv --seed 2026
 
 `draw` writes 340 items, drawn uniformly per kind, as a sheet for readers who do not know the project. Each
 reader writes a CSV file with the columns `number` and `grade`. `share` prints the shares of each grade.
+
+With `--beside snakemake torch.distributed`, both commands add as many items of these installed packages, of
+the kinds that code has. The sheet is mixed and does not say which package an item is from.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +41,8 @@ COUNTS = {
     "config key": 30,
     "field of a class": 30,
 }
+#: Kinds that every package has, for a sheet of several packages.
+KINDS_OF_CODE = ("function name", "docstring", "comment", "error message", "field of a class")
 #: Strings in these folders, and not raised, are sentences that a user reads.
 REPORTING = ("analysis", "extensions/plan/pages", "extensions/sets/comparing", "report")
 #: Pages that repeat docstrings.
@@ -64,12 +70,7 @@ class Item(NamedTuple):
 
 def read_items() -> dict[str, list[Item]]:
     """Return the whole population of each kind."""
-    items: dict[str, list[Item]] = {kind: [] for kind in COUNTS}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        where = str(path.relative_to(PACKAGE))
-        source = path.read_text(encoding="utf-8")
-        for kind, text in [*iter_code(ast.parse(source), where), *iter_comments(source)]:
-            items[kind].append(Item(where, text))
+    items = read_items_of_package(PACKAGE)
     pages = [
         path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in FROM_DOCSTRINGS
     ]
@@ -82,6 +83,17 @@ def read_items() -> dict[str, list[Item]]:
         items["message of a rule"] += [Item(path.name, text) for text in texts]
     schema = json.loads((ROOT / "workflow/schemas/config.schema.json").read_text(encoding="utf-8"))
     items["config key"] = [Item("config.yaml", text) for text in sorted(set(iter_keys(schema)))]
+    return items
+
+
+def read_items_of_package(folder: Path) -> dict[str, list[Item]]:
+    """Return all items in the Python files of a package, by kind."""
+    items: dict[str, list[Item]] = {kind: [] for kind in COUNTS}
+    for path in sorted(folder.rglob("*.py")):
+        where = str(path.relative_to(folder))
+        source = path.read_text(encoding="utf-8")
+        for kind, text in [*iter_code(ast.parse(source), where), *iter_comments(source)]:
+            items[kind].append(Item(where, text))
     return items
 
 
@@ -228,28 +240,73 @@ def iter_keys(rule: Any, name: str = "") -> Iterator[str]:
             yield from iter_keys(below)
 
 
-def draw(seed: int) -> dict[str, list[Item]]:
-    """Return the items of a sheet by kind, drawn without replacement."""
+class Drawn(NamedTuple):
+    """An item of a sheet: its kind, the package that it is from, and the item."""
+
+    kind: str
+    source: str
+    item: Item
+
+
+def draw(seed: int, packages: list[str]) -> list[Drawn]:
+    """Return the items of a sheet in their order, drawn without replacement.
+
+    Args:
+        seed: Seed of the draw.
+        packages: Installed packages whose items are mixed with the project's.
+    """
     chance = random.Random(seed)
-    return {kind: chance.sample(items, COUNTS[kind]) for kind, items in read_items().items()}
+    ours = read_items()
+    if not packages:
+        return [
+            Drawn(kind, PACKAGE.name, item)
+            for kind, items in ours.items()
+            for item in chance.sample(items, COUNTS[kind])
+        ]
+    others = {name: read_items_of_package(find_package_folder(name)) for name in packages}
+    drawn: list[Drawn] = []
+    for kind in KINDS_OF_CODE:
+        count = COUNTS[kind] // len(packages)
+        mixed = [
+            Drawn(kind, name, item._replace(where=""))
+            for name, items in others.items()
+            for item in chance.sample(items[kind], count)
+        ]
+        mixed += [
+            Drawn(kind, PACKAGE.name, item._replace(where=""))
+            for item in chance.sample(ours[kind], len(mixed))
+        ]
+        chance.shuffle(mixed)
+        drawn += mixed
+    return drawn
 
 
-def format_sheet(seed: int) -> str:
+def find_package_folder(name: str) -> Path:
+    """Return the folder of an installed package; raise ValueError if there is none."""
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"--beside {name}: no such package is installed; pip install it")
+    return Path(spec.submodule_search_locations[0])
+
+
+def format_sheet(seed: int, drawn: list[Drawn]) -> str:
     """Return the sheet for readers, as Markdown."""
-    lines, number = [INSTRUCTIONS.format(seed=seed)], 0
-    for kind, items in draw(seed).items():
-        lines.append(f"## {kind.capitalize()}\n")
-        for item in items:
-            number += 1
-            lines.append(f"**{number}** ({item.where})\n\n````\n{item.text}\n````\n")
+    lines = [INSTRUCTIONS.format(seed=seed)]
+    kind = ""
+    for number, (next_kind, _, item) in enumerate(drawn, 1):
+        if next_kind != kind:
+            kind = next_kind
+            lines.append(f"## {kind.capitalize()}\n")
+        where = f" ({item.where})" if item.where else ""
+        lines.append(f"**{number}**{where}\n\n````\n{item.text}\n````\n")
     return "\n".join(lines)
 
 
-def read_grades(path: Path) -> dict[int, str]:
-    """Return a reader's grades by item; raise ValueError if one is missing or unknown."""
+def read_grades(path: Path, count: int) -> dict[int, str]:
+    """Return a reader's grades by item; raise ValueError if one of `count` is missing or unknown."""
     with path.open(encoding="utf-8", newline="") as file:
         grades = {int(row["number"]): row["grade"].strip().upper() for row in csv.DictReader(file)}
-    wrong = [n for n in range(1, sum(COUNTS.values()) + 1) if grades.get(n, "") not in [*GRADES]]
+    wrong = [n for n in range(1, count + 1) if grades.get(n, "") not in [*GRADES]]
     if wrong:
         raise ValueError(f"{path}: items {wrong[:10]} have no grade A, B or C; grade every item")
     return grades
@@ -261,18 +318,25 @@ def wilson_interval(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return (middle - half) / (n + z * z), (middle + half) / (n + z * z)
 
 
-def format_shares(readers: list[dict[int, str]]) -> str:
+def format_shares(readers: list[dict[int, str]], drawn: list[Drawn]) -> str:
     """Return a Markdown table of the shares of A, B and C per kind, one mean of all readers.
 
     The interval is that of as many items as were drawn: several readers of an item are not more items.
+
+    Args:
+        readers: Grades by item, per reader.
+        drawn: Items of the sheet.
     """
     rows = ["| kind | n | A | B | C | all readers say A |", "|---|--:|---|--:|--:|--:|"]
-    first = 1
-    kinds: list[tuple[str, range]] = []
-    for kind, count in COUNTS.items():
-        kinds.append((kind, range(first, first + count)))
-        first += count
-    for kind, numbers in [*kinds, ("all", range(1, first))]:
+    numbers_by_row: dict[str, list[int]] = {}
+    several = len({each.source for each in drawn}) > 1
+    for number, (kind, source, _) in enumerate(drawn, 1):
+        row = f"{kind}, {source}" if several else kind
+        numbers_by_row.setdefault(row, []).append(number)
+    for source in dict.fromkeys(each.source for each in drawn):
+        row = f"all, {source}" if several else "all"
+        numbers_by_row[row] = [n for n, each in enumerate(drawn, 1) if each.source == source]
+    for row, numbers in numbers_by_row.items():
         n = len(numbers)
         share = {
             grade: sum(reader[i] == grade for reader in readers for i in numbers) / n / len(readers)
@@ -281,7 +345,7 @@ def format_shares(readers: list[dict[int, str]]) -> str:
         low, high = wilson_interval(round(share["A"] * n), n)
         agreed = sum(all(reader[i] == "A" for reader in readers) for i in numbers) / n
         rows.append(
-            f"| {kind} | {n} | {share['A']:.0%} [{low:.0%}, {high:.0%}] | {share['B']:.0%} "
+            f"| {row} | {n} | {share['A']:.0%} [{low:.0%}, {high:.0%}] | {share['B']:.0%} "
             f"| {share['C']:.0%} | {agreed:.0%} |"
         )
     return "\n".join(rows)
@@ -292,18 +356,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw", help="write a sheet of items to grade")
-    drawing.add_argument("--seed", type=int, required=True, help="seed of the draw")
     drawing.add_argument("--to", type=Path, required=True, help="Markdown file to write")
     sharing = commands.add_parser("share", help="print the share of each grade per kind")
     sharing.add_argument("graded", type=Path, nargs="+", help="CSV file of a reader's grades")
+    for command in (drawing, sharing):
+        command.add_argument("--seed", type=int, required=True, help="seed of the draw")
+        command.add_argument(
+            "--beside",
+            nargs="+",
+            default=[],
+            metavar="PACKAGE",
+            help="installed packages to mix in",
+        )
     args = parser.parse_args()
-    if args.command == "draw":
-        args.to.write_text(format_sheet(args.seed), encoding="utf-8")
-    else:
-        try:
-            print(format_shares([read_grades(path) for path in args.graded]))
-        except ValueError as error:
-            sys.exit(str(error))
+    try:
+        drawn = draw(args.seed, args.beside)
+        if args.command == "draw":
+            args.to.write_text(format_sheet(args.seed, drawn), encoding="utf-8")
+        else:
+            readers = [read_grades(path, len(drawn)) for path in args.graded]
+            print(format_shares(readers, drawn))
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
