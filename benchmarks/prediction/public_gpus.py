@@ -128,7 +128,7 @@ def measure_all() -> list[Measured]:
         on_failed = None
         if failed:
             larger = c["experiment"] | {"per_worker_batch": int(failed)}
-            on_failed = planner.plan({**c, "experiment": larger}).fit.verdict
+            on_failed = planner.plan({**c, "experiment": larger}).fit.memory_verdict
         batch, threads = planned.subject.samples_per_step, planned.fit.resident_threads
         last = planned.footprint.footprints_of_stages[-1]
         allocated_bytes = last.compute_training_peak(batch, threads).n_bytes

@@ -74,7 +74,7 @@ def plan_run(planner: Planner, run: Run) -> dict[str, str]:
     return row_of(run) | {
         "planned": f"{planned_s / run.configuration['experiment']['global_batch']:.5g}",
         "need": f"{fit.needed_bytes / memory_bytes:.3f}" if run.whole else "",
-        "verdict": fit.verdict if run.whole else "",
+        "verdict": fit.memory_verdict if run.whole else "",
     }
 
 

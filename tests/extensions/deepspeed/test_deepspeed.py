@@ -270,7 +270,7 @@ def as_it_runs(stage: int, model: str, rank: int, world: int) -> dict[str, Any]:
         trace.begin_phase("forward")
         strategy.step(*request.make_example_batch(8))
         trace.begin_phase("evaluate")
-    first, last = (phase.first for phase in trace.phases[1:])
+    first, last = (phase.first_event for phase in trace.phases[1:])
     live = trace.list_live_bytes_after_events(first, last)
     states = strategy.compute_model_state_bytes()
     return {"peak": max(live), "between": live[0], "sent": sent, "states": states}
