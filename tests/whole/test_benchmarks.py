@@ -9,8 +9,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launching import LIMIT_S
+from stratbench.study.config.config import load_config
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 #: The benchmark, with blocks as short as can be.
@@ -33,6 +35,16 @@ def test_what_a_benchmark_imports_of_the_package_is_there(path: Path):
             module = import_module(node.module)
             for name in (alias.name for alias in node.names):
                 assert hasattr(module, name) or import_module(f"{node.module}.{name}"), name
+
+
+@pytest.mark.parametrize(
+    "path", sorted((FOLDER / "results").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_the_studies_beside_results_are_valid(path: Path):
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for study in raw["studies"]:
+        _, loaded = load_config(raw | {"study": study})
+        assert loaded.experiments
 
 
 def test_the_page_says_which_question_each_script_answers():
