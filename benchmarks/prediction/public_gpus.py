@@ -132,7 +132,7 @@ def measure_all() -> list[Measured]:
         batch, threads = planned.subject.samples_per_step, planned.fit.resident_threads
         last = planned.footprint.footprints_of_stages[-1]
         allocated_bytes = last.compute_training_peak(batch, threads).n_bytes
-        reserved_bytes = last.reserved_bytes(batch, threads)
+        reserved_bytes = last.compute_reserved_bytes(batch, threads)
         found.append(Measured(name, c, own, planned, on_failed, allocated_bytes, reserved_bytes))
         print(f"{name}: {time.process_time():.0f} s", file=sys.stderr, flush=True)
     return found
