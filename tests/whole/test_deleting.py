@@ -186,13 +186,14 @@ def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, traine
             "libraries",
             {"models": {"mine": {"transformers": "LlamaForCausalLM"}}},
             "models.mine.transformers = 'LlamaForCausalLM': needs the extension `libraries`, which "
-            "this installation does not have; restore it, or give `call`",
+            "this installation does not have; restore it, or build the model by a function of your own "
+            "(`call`)",
         ),
         (
             "labelled",
             {"datasets": {"mine": {"waveforms": "sounds"}}},
             "datasets.mine: data set 'mine': waveforms: needs the extension `labelled`, which this "
-            "installation does not have; restore it, or provide arrays by `call`",
+            "installation does not have; restore it, or return arrays by a function of your own (`call`)",
         ),
     ],
 )

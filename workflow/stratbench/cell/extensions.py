@@ -32,7 +32,8 @@ class Extension:
     libraries: Mapping[str, ImportPath] = field(default_factory=dict)
     #: Import paths of `workload.data.kinds.Generator` objects, by the value of a data set's key `source`.
     generators: Mapping[str, ImportPath] = field(default_factory=dict)
-    #: Import paths of `workload.data.kinds.FileKind` objects, by the data set's key that names its files.
+    #: Kinds of data files: the import path of each `workload.data.kinds.FileKind` object, by the data set's
+    #: key that names such files.
     file_kinds: Mapping[str, ImportPath] = field(default_factory=dict)
     #: Import paths of subclasses of `cell.settings.Keys`, by the block of config.yaml that has the keys. The
     #: block is `experiment`, `top` (the top level), or a block at the top level.

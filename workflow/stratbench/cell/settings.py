@@ -81,7 +81,7 @@ class Keys:
 
     #: Name of the extension. Only keys in the block of an experiment need it.
     extension: ClassVar[str]
-    #: Whether each worker of a cell with such keys is a separate job.
+    #: Whether each worker is a separate job in cells that have these keys.
     workers_are_jobs: ClassVar[bool] = False
 
     @classmethod
@@ -227,7 +227,8 @@ class Settings:
     #: Only extensions that the study uses have an entry. So no cell is retrained if another extension is
     #: added or deleted.
     more: dict[str, dict[str, Any]] = derived_field(default_factory=dict,
-        help="Values of extensions' keys that differ from the defaults, by the extension's name.")
+        help="Further settings: values of extensions' keys, by the extension's name. Only values that differ "
+        "from the defaults are stored.")
     # fmt: on
 
     def __hash__(self) -> int:

@@ -61,7 +61,7 @@ def resolve_options(name: str, chosen_options: Mapping[str, Any], gpus: int) -> 
     Args:
         name: Name of the strategy.
         chosen_options: Options that the config sets; they override the defaults.
-        gpus: Number of workers.
+        gpus: Number of workers, on which values of some options depend.
     """
     return get_strategy_class(name).resolve(get_option_defaults(name) | chosen_options, gpus)
 

@@ -41,7 +41,7 @@ class Traits:
     declares nothing has the defaults, which promise nothing. So no conclusion depends on such a strategy.
     """
 
-    #: Whether the training ends when one of its workers is lost.
+    #: Whether the whole training ends as soon as one of its workers is lost.
     ends_with_a_worker: bool = True
     #: Whether the slowest worker determines the mean step time of all workers.
     waits_for_slowest: bool = True
@@ -130,7 +130,7 @@ class Worker:
 
     @property
     def data_rank(self) -> int:
-        """Index, from 0, of this worker's share of each batch. A batch has `data_workers` shares."""
+        """Index, from 0, of this worker's replica, and of its share of each batch."""
         return self.mesh.get_coordinate(self.rank).replica
 
     @property
@@ -140,7 +140,7 @@ class Worker:
 
     @property
     def data_workers(self) -> int:
-        """Number of shares into which each batch is divided: one per replica of the model."""
+        """Number of replicas of the model. Each trains on its own share of every batch."""
         return self.mesh.replicas
 
 
@@ -408,8 +408,9 @@ class Strategy:
 
     @property
     def steps_until_work_repeats(self) -> int:
-        """Number of steps after which the work repeats. It is 1 if all steps are alike.
+        """Number of steps in one period of the work, such as from exchange to exchange.
 
+        It is 1 if all steps are alike.
         The work repeats only from the last index of `steps_that_change_the_work` on.
         """
         return 1

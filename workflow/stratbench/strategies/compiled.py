@@ -23,8 +23,8 @@ BOUND, ROUNDED_BOUND = 1e-2, 0.2
 #: Largest accepted factor between the norms of compiled and eager gradients if forward draws random numbers.
 #: Compiled code draws other random numbers.
 RANDOM_FACTOR = 10.0
-#: Share of the device's memory that a compiled step may use for the check to take place. The check takes an
-#: eager step, which needs more memory.
+#: The check is skipped if the compiled step used more than this share of the device's memory. Its eager step
+#: needs more memory than a compiled step.
 MAX_COMPILED_MEMORY_SHARE = 0.5
 
 

@@ -67,6 +67,9 @@ class Mesh:
         ) * self.tensor + coordinate.tensor
 
     def reports_replica_results(self, rank: int) -> bool:
-        """Return whether a worker reports its replica's results, as the last stage's first does."""
+        """Return whether the worker with this rank reports the results of its replica.
+
+        In each replica only the first worker of the last pipeline stage does so.
+        """
         at = self.get_coordinate(rank)
         return at.tensor == 0 and at.stage == self.stages - 1

@@ -39,7 +39,10 @@ def save_config_for_jobs(workflow: Any) -> None:
 
 
 def is_job_with_saved_config(workflow: Any) -> bool:
-    """Return whether this process is a job that reads the config saved by `save_config_for_jobs`."""
+    """Return whether this process is a job that reads the config saved by `save_config_for_jobs`.
+
+    `workflow` is the object of Snakemake that represents this process's run.
+    """
     return any(
         Path(p).parent.parts[-2:] == CONFIGS.parts
         for p in internals.get_command_line_config_files(workflow)

@@ -47,8 +47,9 @@ FOLDER_VARIABLE = "STRATBENCH_FORK_SERVER"
 #: Name of the environment variable with the value that CUDA_VISIBLE_DEVICES had when the shared server
 #: started.
 GPUS_VARIABLE = "STRATBENCH_FORK_SERVER_GPUS"
-#: Layout of each answer of the server, a number: 0 as greeting, then the pid or the fork's negative error
-#: number, and at the end the exit code.
+#: Layout of an answer of the server, which is one number. A launcher gets three answers: 0 as a greeting, the
+#: pid of the forked process, and its exit code at the end. If the fork fails, a negative error number
+#: replaces the pid.
 _ANSWER = struct.Struct("!i")
 _REQUEST_TIMEOUT_S = 10.0
 _ACCEPT_AGAIN_S = 0.1

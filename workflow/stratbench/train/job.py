@@ -39,8 +39,8 @@ class Job:
     origin_s: float
     #: Time limit of the cell in seconds after its start. None: there is no limit.
     time_limit_s: float | None
-    #: Whether the job is a segment of a block (a group of short timed runs). Segments of a block share a fork
-    #: server and devices.
+    #: Whether the job is a segment: one of the short timed runs in a block of a verdict. Segments of a block
+    #: share a fork server and devices.
     is_in_block: bool = False
     #: Seconds that the cell's SLURM job waited in the queue. None: there is no SLURM job, or the wait is
     #: unknown.

@@ -297,8 +297,8 @@ def add_model_descriptions(
     """Add descriptions of model, task, device and slowdown to a worker's measurements.
 
     Args:
-        measured: Measurements of the worker, changed in place.
-        ready: The worker after its set-up.
+        measured: Measurements of the worker, to which the descriptions are added in place.
+        ready: The worker after its set-up, which has the built model and its task.
         strategy: Strategy of the cell.
         data: Data set.
     """

@@ -93,7 +93,8 @@ class Candidate:
     exclusion_kind: str = ""
     exclusion_reason: str = ""
     caveats: list[str] = field(default_factory=list)
-    #: Claim and confidence of a verdict (a sequential test), if the candidate leads the verdict's ranking.
+    #: The verdict's claim (a sentence) and its confidence (`high`, `medium` or `low`). None without a verdict
+    #: (a sequential test), or if the candidate does not lead its ranking.
     verdict_claim_and_confidence: tuple[str, str] | None = None
 
     @property

@@ -141,9 +141,9 @@ def formulate_conclusion(
 
 
 def describe_ratio_to_choice(comparison: ComparisonWithChoice, rival: str = "the next") -> str:
-    """Return a text on how much worse an alternative is than the choice.
+    """Return a text on how much slower or dearer an alternative is than the choice.
 
-    Example: `the next takes 9 % longer`.
+    Example: `the next takes 9 % longer`. Here `rival` is "the next", the subject of the text.
     """
     ratio, by_cost = comparison.ratio.value, comparison.alternative.is_ranked_by_cost
     if ratio >= 2:

@@ -17,7 +17,13 @@ from stratbench.strategies import REGISTRY, get_strategy_class
 
 @dataclass(frozen=True)
 class Hue:
-    """Shape of a strategy family's marks, and its (full, quiet) colours on light and dark pages."""
+    """Shape and colours of a strategy family's marks.
+
+    Attributes:
+        shape: Shape of the marks.
+        full_and_quiet_light_colours: Colours on light pages: for the chosen strategy, and for all others.
+        full_and_quiet_dark_colours: The same on dark pages.
+    """
 
     shape: str
     full_and_quiet_light_colours: tuple[str, str]

@@ -130,7 +130,14 @@ def iter_strategy_points(
 def add_model_states_to_points(
     data: FigureData, strategy: str, points: Sequence[Point], unit_factor: float
 ) -> list[Point]:
-    """Return the points of peak memory, each with the memory of model states added."""
+    """Return a strategy's points of peak memory, each with the part that model states take.
+
+    Args:
+        data: Data of the figure.
+        strategy: Name of the strategy.
+        points: Points of peak memory.
+        unit_factor: Factor from bytes to the shown unit.
+    """
     states = data.select_summary_rows("model_states")
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
     by_count = dict(zip(states["gpus"].astype(str), states["value"] * unit_factor, strict=True))

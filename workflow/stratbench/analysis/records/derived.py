@@ -86,7 +86,7 @@ def format_device_names(record: Record) -> str | None:
 
 
 def get_min_device_memory_bytes(record: Record) -> float | None:
-    """Return the memory of the GPU with the least memory, or None without a GPU."""
+    """Return the memory of the cell's smallest GPU in bytes, or None without a GPU."""
     sizes = list_distinct_values_of_workers(record, "gpu.memory_bytes")
     return min(map(float, sizes), default=None)
 

@@ -65,7 +65,11 @@ class Facts:
     def find_device_kind_and_sample_series(
         self, worker: dict[str, Any]
     ) -> tuple[str, SampleSeries | None]:
-        """Return the kind (`gpu` or `process`) and the samples of a worker's device."""
+        """Return a worker's kind of device, and the summary of what was sampled on it.
+
+        The kind is `gpu`, or `process` for a CPU process. The summary has columns such as utilisation. It is
+        None if nothing was sampled.
+        """
         if self("provenance.device") == "cuda":
             return "gpu", self.find_gpu_sample_series(worker)
         return "process", self.find_sample_series(worker, "process", f"rank{worker['rank']}")
@@ -76,7 +80,7 @@ class Facts:
         return self("provenance.workers_per_node") or self.gpus
 
     def compute_node_number_of_rank(self, rank: int) -> int:
-        """Return the number of the node on which a rank ran."""
+        """Compute the number, from 0, of the node on which a rank ran."""
         return rank // self.workers_per_node
 
     @property

@@ -58,8 +58,8 @@ class Measure:
     audit_kind: Literal["time", "memory", "score"] = "time"
     #: Digits after the decimal point; None for three significant digits.
     decimals: int | None = None
-    #: What the task adds to the title: the name of its `score`, or what its throughput `counts`; None if
-    #: nothing.
+    #: What the task adds to the title. `score`: the name of its score. `counts`: the unit that its throughput
+    #: counts. None: nothing.
     title_source: Literal["score", "counts"] | None = None
     #: The factor from the column's values to the shown values; None to derive it from the units.
     shown_factor_override: float | None = None

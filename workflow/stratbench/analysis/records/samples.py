@@ -80,9 +80,9 @@ class SampleSeries:
     phase_of_first_sample: str
     #: The number of samples in which heat or the power brake slowed a GPU.
     num_throttled_samples: int
-    #: Clock in MHz in samples during training with a busy GPU; None without such samples.
+    #: Clock in MHz in the samples that show the GPU busy with training; None without such samples.
     busy_clock_mhz: ColumnSummary | None
-    #: Fraction of the samples during training with a busy GPU in which the GPU was at its power limit.
+    #: Fraction of these samples in which the GPU was at its power limit.
     share_of_samples_at_power_limit: float
 
     @classmethod

@@ -69,7 +69,7 @@ class Score:
         return f"{shown_difference:.{digits}f} {unit}".rstrip()
 
 
-#: The column of cells.csv from which each field of Score is read.
+#: For each field of Score: the column of cells.csv that has its value.
 _SAID = {
     "name": "score_name",
     "unit": "score_unit",

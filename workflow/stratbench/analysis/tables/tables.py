@@ -83,7 +83,10 @@ def describe_worker_devices(cells: pd.DataFrame) -> str:
 
 
 def describe_bracketed_intervals(cells: pd.DataFrame, measure: Measure) -> str:
-    """Return a sentence on what a table's brackets contain, or on why there are none."""
+    """Return the sentence below a table on what its square brackets contain.
+
+    If the table has no brackets, the sentence says why.
+    """
     num_repeats = cells.groupby(["strategy", "model", "gpus"]).size().max()
     if num_repeats < 2:
         return "The spread is unknown, since there is one repeat."
@@ -137,7 +140,7 @@ def describe_lowest_score(cells: pd.DataFrame, measure: Measure) -> str:
 def build_worker_counts_and_table_lines(
     cells: pd.DataFrame, summary: pd.DataFrame, measure: Measure
 ) -> tuple[list[int], list[TableLine]]:
-    """Return the numbers of workers of an experiment, and the lines of a metric's table.
+    """Return the columns of a metric's table, which are numbers of workers, and its lines.
 
     Entries of a line are rows of summary.csv. The lines of a model are adjacent, in the order of the config.
 

@@ -37,7 +37,12 @@ Case = tuple[Any, str]
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding of a rule: the coordinates of the cells, and a text with the values."""
+    """A finding of a rule on some cells.
+
+    Attributes:
+        coordinates: Values that the cells have in common, by column, such as experiment and model.
+        values_text: Text with the values that led to the finding.
+    """
 
     coordinates: Row
     values_text: str

@@ -229,7 +229,7 @@ def iter_cells_far_from_median(
         usual = median(values)
         maximum = compute_max_rounding_difference(cells[0], value_name, usual)
         for i, value in enumerate(values):
-            # `maximum` limits the difference of two values, each of which is half of it from their median.
+            # Two values may differ by `maximum`. Each is then at half that distance from their median.
             if abs(value - usual) > (maximum if len(cells) > 2 else maximum / 2):
                 deviations[i].append(EpochDeviation(epoch, value, usual))
     yield from ((facts, own) for facts, own in zip(cells, deviations, strict=True) if own)

@@ -326,11 +326,11 @@ def make_engine_config(
     num_trainable: int,
     num_in_largest_group: int | None = None,
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of a cell, as in deepspeed.ai/docs/config-json.
+    """Make the configuration of DeepSpeed's engine for a cell (deepspeed.ai/docs/config-json).
 
     Args:
         stage: ZeRO stage.
-        match_other_strategies: Whether buckets and overlap are like those of `ddp`.
+        match_other_strategies: Whether buckets and overlap are like those of `ddp`, not DeepSpeed's defaults.
         bucket_cap_mb: Size of a bucket in MiB.
         settings: Settings of the cell.
         num_trainable: Number of trainable parameters.

@@ -39,7 +39,8 @@ from stratbench.extensions.servers.wire.transport import Closed, Connection, Lis
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 15.0
-#: Workers join only after the training has gone on for this multiple of its last pause.
+#: Workers join only after the training has run for this many times the seconds of its last pause. So pauses
+#: stay a small part of the time.
 STEPS_PER_PAUSE = 10.0
 #: The cell fails after this number of successive generations without a step.
 MAX_FAILED_GENERATIONS = 20

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from stratbench.cell.settings import Keys, derived_field, setting
 
-#: Settings with only one value that elastic workers support: that value, and the reason.
+#: Settings of which elastic workers support only one value, with this value and the reason.
 _RIGID_SETTINGS = {
     "gradient_accumulation_steps": (
         1,

@@ -48,12 +48,18 @@ class ChosenCell:
         self._notes: list[str] = []
 
     def get_setting_to_write(self, key: str) -> Any:
-        """Return a setting's value, and mark the setting as contained in the file."""
+        """Return a setting's value, to be written into the emitted file.
+
+        Settings that no caller writes are listed in a comment of the file.
+        """
         self._written.add(key)
         return self._values[key]
 
     def get_option_to_write(self, key: str, default: Any = None) -> Any:
-        """Return a strategy option's value or `default`. Mark the option as contained in the file."""
+        """Return a strategy option's value or `default`, to be written into the file.
+
+        Options that no caller writes are listed in a comment of the file.
+        """
         self._written.add(key)
         return self.options.get(key, default)
 

@@ -55,6 +55,7 @@ class DiLoCo(Local):
 
     @property
     def steps_until_work_repeats(self) -> int:
+        """Number of steps from one outer step to the next."""
         return self.options.inner_steps
 
     def count_exchanges(self, steps: int) -> int:

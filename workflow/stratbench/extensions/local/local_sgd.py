@@ -49,6 +49,7 @@ class LocalSGD(Local):
 
     @property
     def steps_until_work_repeats(self) -> int:
+        """Number of steps from one averaging of the weights to the next."""
         return self.options.period
 
     def count_exchanges(self, steps: int) -> int:

@@ -30,9 +30,9 @@ class ClaimValue:
     value: float
     range_low: float | None = None
     range_high: float | None = None
-    #: Meaning of `range_low` and `range_high`. An `interval` holds with 95 % confidence, for all values of a
-    #: claim together. A `range` is from the lowest to the highest repeat. A `bound` follows from a time
-    #: limit. An `exact` value has neither end.
+    #: Meaning of `range_low` and `range_high`. `interval`: a confidence interval (95 %, for all values of a
+    #: claim together). `range`: the lowest and the highest repeat. `bound`: one end is known, since a
+    #: training reached its time limit. `exact`: there are no ends.
     range_kind: Literal["interval", "range", "bound", "exact"] = "interval"
     #: Values of two groups, paired by repeat, from which an interval is computed; shape [2, repeats].
     paired_values: np.ndarray | None = None

@@ -110,7 +110,7 @@ def make_cells_from_paper(version: str) -> pd.DataFrame:
 
 
 def mask_cells_in_paper(cells: pd.DataFrame) -> pd.Series:
-    """Return a mask of the rows whose cell is also in the paper.
+    """Return for each row whether its cell is also in the published paper, as booleans.
 
     Such a cell has the strategy, model, data set and number of GPUs of a published cell. Variants, CPU
     processes, cells slowed on purpose and other tasks than classification are excluded.

@@ -45,7 +45,7 @@ class Device:
         memory_bytes_per_s: Bytes of device memory.
         link_bytes_per_s: Bytes sent to a worker on the same node.
         network_bytes_per_s: Bytes sent to a worker on another node.
-        resident_threads: Threads that a GPU holds at once, from the table of GPUs.
+        resident_threads: Threads that the whole GPU can run at once, from the table of GPUs.
         attention_utilisation: Fraction of the peak rate that fused attention usually reaches; None if
             equal to other products.
     """
@@ -62,14 +62,14 @@ class Device:
     attention_utilisation: float | None = None
 
     def compute_max_fitting_bytes(self, margin: float) -> float:
-        """Return the maximum predicted bytes with which a cell certainly fits.
+        """Return the largest prediction in bytes with which a cell certainly fits.
 
         The real need may exceed the prediction by the fraction `margin`.
         """
         return (self.memory_bytes - self.reserve_bytes) / (1 + margin)
 
     def compute_max_bytes_that_may_fit(self, margin: float) -> float:
-        """Return the maximum predicted bytes with which a cell may still run.
+        """Return the largest prediction in bytes with which a cell may still fit.
 
         On GPUs the prediction may exceed the real need by the fraction `margin`.
         """

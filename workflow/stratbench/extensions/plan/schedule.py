@@ -66,8 +66,8 @@ class DeviceFit:
     needed_bytes: int  # maximum bytes, also in warm-up and evaluation
     memory_verdict: str  # FITS, TIGHT or DOES_NOT_FIT
     largest_batch: int
-    room_bytes: float  # maximum predicted bytes that fit, after reserve and margin
-    #: Number of threads that the GPU holds at once, on which buffers of reductions depend; 0 on CPUs.
+    room_bytes: float  # largest predicted need that certainly fits, after reserve and margin
+    #: Number of threads that the whole GPU can run at once; 0 on CPUs. Buffers of reductions depend on it.
     resident_threads: int
     sending_s: LowHigh  # seconds of communication per step, at best and at worst
     device_rate_span: Span | None  # time of training, from the device's rates
@@ -443,9 +443,13 @@ def _find_cell_state(
 
 
 def _describe_data_placement_remedy(s: CellToPlan, fit: DeviceFit) -> str:
-    """Return a text on the setting with which the data set leaves the device's memory.
+    """Return a hint to store the data set in host memory instead of device memory.
 
-    The text is empty if the data are less than a tenth of the need.
+    The hint is empty if that would save less than a tenth of the cell's need.
+
+    Args:
+        s: The planned cell.
+        fit: Predicted memory of the cell on the device.
     """
     n_bytes = fit.peak.parts_bytes["data"]
     if (

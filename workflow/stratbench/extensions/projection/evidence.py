@@ -366,6 +366,7 @@ def _make_server_replay(
 
     @cache
     def is_strategy_waiting_for_slowest(workers: int) -> bool:
+        """Return whether the cell's strategy, on a number of workers, waits for the slowest."""
         settings = make_cell_at_count(workers).settings
         return get_traits(settings.strategy, settings.options, workers).waits_for_slowest
 

@@ -41,14 +41,14 @@ class AlgorithmTime(NamedTuple):
 class Links:
     """Measured latencies and bandwidths of the links between workers.
 
-    Kinds are kinds of collectives. A level is "within" a node or "between" nodes.
+    A level is "within" a node or "between" nodes.
 
     Attributes:
         library: nccl or gloo; servers-TRANSPORT for parameter servers.
-        links_by_kind: Latency and bandwidth, by kind and level.
+        links_by_kind: Latency and bandwidth, by kind of collective and by level.
         computation_slowdown_factor: Factor by which computation is slower during a collective.
-        largest_bytes_by_kind: Bytes of the largest measured tensor, by kind.
-        algorithm_by_kind: Name of the algorithm that fits the measured times best, by kind.
+        largest_bytes_by_kind: Bytes of the largest measured tensor, by kind of collective.
+        algorithm_by_kind: Name of the algorithm that fits the measured times best, by kind of collective.
     """
 
     library: str

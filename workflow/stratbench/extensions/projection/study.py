@@ -55,6 +55,7 @@ def project_strategy(
 
     @cache
     def make_cell_at_count(workers: int) -> CellToPlan:
+        """Make the projected cell with a number of workers."""
         return make_cell_to_project(config, study, evidence, workers)
 
     last = make_cell_at_count(evidence.measured_steps[-1].workers)

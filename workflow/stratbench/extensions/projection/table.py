@@ -49,7 +49,7 @@ class Row:
         rule: Name of the rule that projects.
         skill: Skill on the measured counts: 1 without error, 0 as good as the best naive rule.
         reason: Why nothing is projected.
-        perfect_s: Step time by perfect scaling.
+        perfect_s: Step time if the throughput grew in proportion to the number of workers.
         same_loss_s: Step time if each doubling loses as much as the last measured one.
         a_plus_b_s: Step time by a fit of a + b/N.
         host_s: Seconds in which the host issues a step, if that is the limit.

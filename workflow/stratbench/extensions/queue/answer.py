@@ -285,7 +285,10 @@ class _AnswerText:
         return next(mode for mode in allowed if mean[mode] <= best * (1 + self.equivalence_margin))
 
     def make_headline(self) -> str:
-        """Return the text on the chosen mode's time, and its ratio to a gang's time."""
+        """Return a text that compares the time of the chosen mode with a gang's.
+
+        A mode is a way to submit the workers. The workers of a gang start together, as one job.
+        """
         mean = self.times.compute_mean_hours(self.get_simulated_mode_name(self.choice))
         text = (
             f"With the queue: {self.choice} takes {_format_hours(mean.value)} from submission to result"

@@ -279,6 +279,7 @@ class Cluster:
             self._stop_job(job, "done" if job.duration_s <= job.requested_wall_time_s else "limit")
 
     def _handle_planned_call(self, owner_and_argument: tuple[JobOwner, object]) -> None:
+        """Make a call that `schedule_call` planned for the present time."""
         owner, argument = owner_and_argument
         owner.handle_planned_call(self, argument)
 

@@ -242,7 +242,7 @@ class ElasticTraining(Training):
         if self.is_finished:
             return
         if isinstance(argument, SimulatedJob):
-            # A job that has ended during its startup has no effect.
+            # The job may have ended during its startup. Then it starts no worker.
             if argument in sim.running:
                 self._start_worker(sim, argument)
         elif argument == self._last_planned_end_number:

@@ -73,7 +73,10 @@ def describe_audit_findings(findings: pd.DataFrame) -> Iterator[str]:
 
 
 def describe_trained_work(rows: pd.DataFrame) -> str:
-    """Return a text on what cells train: the values that comparable cells must have, too."""
+    """Return a text on what cells train, such as model, data set and batch size.
+
+    Cells that are comparable with them have the same values.
+    """
     parts = [f"models {format_distinct_values(rows, 'model')}"]
     parts += [
         f"{words} {format_distinct_values(rows, column)}"

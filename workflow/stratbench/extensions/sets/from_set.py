@@ -176,9 +176,9 @@ def plan_from_bundle(source: str, config_pairs: Sequence[str], out: Path | None)
 
 
 def get_unchecked_experiments(config: Mapping[str, Any], study: str) -> dict[str, dict[str, Any]]:
-    """Return the experiments of a study by name, from a config that was not validated.
+    """Return a study's experiments, by name, from a config that may be invalid.
 
-    If the config has no valid experiments, the result is empty.
+    If they cannot be read, the result is empty.
     """
     try:
         experiments = config["studies"][study]["experiments"]

@@ -58,7 +58,7 @@ class ResultSet:
     plan: dict[str, Any] | None = None
     #: Manifest of the bundle, or None if the set is no bundle.
     manifest: dict[str, Any] | None = None
-    #: Accuracy that the simplest models reach, as a share by data set; only for the paper's tables.
+    #: Accuracy of the simplest models on each data set, from 0 to 1. Only the paper's tables have it.
     accuracy_floors: dict[str, float] = field(default_factory=dict)
 
     @functools.cached_property

@@ -107,11 +107,11 @@ def run_for_set_or_study(
     args: argparse.Namespace,
     others: list[str],
 ) -> ExitCode:
-    """Run a command for the named result set, or else for this folder's study.
+    """Run a command on the named result set. Without a name, run it on this folder's study.
 
     Args:
-        run_for_set: Runs the command for a set.
-        run_for_study: Runs the command for the study.
+        run_for_set: Function that runs the command on a set.
+        run_for_study: Function that runs the command on the study.
         out_is_for_sets: Whether the option --out is allowed only with a set.
         args: Parsed arguments.
         others: Other arguments, which are options of Snakemake.

@@ -34,7 +34,12 @@ def _get_splitting_declaration(network: str | Model, key: str, built_model: nn.M
 
 
 def _has_splitting_declaration(network: str | Model, key: str) -> bool:
-    """Return whether a model declares something under a key. Nothing is imported."""
+    """Return whether a model declares how it can be split, without importing the declaration.
+
+    Args:
+        network: Name or description of the model.
+        key: Name of the declaration: `tensor_plan` or `pipeline_modules`.
+    """
     model = get_model_metadata(network)
     return getattr(model.own_model or FAMILIES[model.family], key) is not None
 

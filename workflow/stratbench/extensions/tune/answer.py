@@ -24,7 +24,8 @@ class MeasuredCombination:
     """A measured combination, with its step times and its memory.
 
     Attributes:
-        step_s_by_block: Seconds per step in each block; None for a block without this combination.
+        step_s_by_block: Seconds per step in each block (a group of short timed runs of the combinations);
+            None for a block without this combination.
         memory_bytes: Largest peak memory of a worker; None if no segment ended well.
         status_in_verdict: State of the combination in the verdict in words, such as `not told apart`.
     """
@@ -79,7 +80,7 @@ class TuneAnswer:
     device_memory_bytes: float | None
 
     def get_measured_combination(self, name: str | None) -> MeasuredCombination | None:
-        """Return the measured combination with this name, or None if there is none."""
+        """Return the measured combination with this name. None without a name or a combination."""
         return next((m for m in self.measured_combinations if m.name == name), None)
 
     @property

@@ -39,7 +39,7 @@ Amounts = Mapping[str, float]
 
 
 class Margin(NamedTuple):
-    """Largest planned ratio of two times at which the measured order may still be the reverse.
+    """Planned time ratio up to which the plan may confuse which configuration is faster.
 
     `sweeps` and `sources` are the numbers of sweeps and of sources from which the ratio was computed.
     """

@@ -64,7 +64,9 @@ def count_discarded_steps(timed_steps: int) -> int:
 
 
 def compute_segment_disagreement_limit(log_differences: Sequence[float]) -> float:
-    """Return the largest log time ratio of two segments that needs no third segment.
+    """Return how much a strategy's two segments may differ without a third segment.
+
+    The difference is the absolute log ratio of their step times.
 
     Args:
         log_differences: Absolute log time ratio of the two segments of each strategy and block.

@@ -25,8 +25,13 @@ MAX_WORTHWHILE_COST_SHARE = 0.10
 class VerdictCost:
     """Costs of a verdict and of the full matrix, in worker-seconds.
 
-    The full matrix is a training of each cell with MATRIX_REPEATS repeats. `segment_start_share` is the
-    share of a segment that the start of its processes takes.
+    The full matrix is a training of each cell with MATRIX_REPEATS repeats.
+
+    Attributes:
+        blocks_worker_s: Worker-seconds of the verdict's blocks.
+        full_runs_worker_s: Worker-seconds of the verdict's full runs.
+        full_matrix_worker_s: Worker-seconds of the full matrix.
+        segment_start_share: Share of a segment that the start of its processes takes.
     """
 
     blocks_worker_s: float

@@ -150,7 +150,7 @@ class FSDP(Sharded):
                     "cannot gather together; use one dtype, or put them into different groups"
                 )
         yield from refusals.iter_unshardable_model_reasons(trial)
-        # Forward may read parameters after their group's call only if the group stays gathered.
+        # FSDP gathers a group's parameters when it is called. With `always` it frees them after the call.
         early = trial.parameters_read_before_call
         if self.options.reshard_after_forward == "always":
             early += trial.parameters_read_after_calls

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class GroupCalls:
-    """Record of the shard groups that this worker calls, as one hash per step.
+    """Record of the shard groups whose modules this worker's forward calls.
 
-    Collectives match by their size only, not by their tensors. Workers that gather different groups would sum
-    unrelated tensors without an error.
+    It has one hash per step, which the workers compare. Collectives match by their size only, not by their
+    tensors. Workers that gather different groups would sum unrelated tensors without an error.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class FollowedRun:
 
     Attributes:
         request_text_by_output: Each job's request to SLURM in words, by the job's first output file.
-        max_time_s_by_output: The plan's upper estimate of a job's time in seconds, by the job's first output
-            file.
+        max_time_s_by_output: Longest time in seconds that the plan expects of a job, by the job's first
+            output file.
         num_planned_jobs: Number of jobs that the run submits to SLURM.
         postponed_jobs: Jobs to submit again.
         waiting_jobs: Reasons for which jobs wait in the queue.

@@ -197,6 +197,7 @@ def explain_oversized_job(
         return None
 
     def rank_node(node: Node) -> tuple[int, ...]:
+        """Return a sort key. It is smallest for the node that comes closest to the request."""
         gpus = node.count_gpus(request.gpu_type)
         return (
             len(node.list_missing_resources(request)),

@@ -24,7 +24,10 @@ class TrainingStart(NamedTuple):
 
 
 class Beside:
-    """Activity of a worker besides its training. The training loop calls it while the clock is stopped."""
+    """Activity of a worker beside its training, such as writing checkpoints.
+
+    The training loop calls it while the clock is stopped, so that it does not count as training.
+    """
 
     @classmethod
     def is_active_in(cls, job: Job) -> bool:
@@ -50,7 +53,7 @@ class Beside:
         return TrainingStart()
 
     def find_next_clock_stop_step(self) -> int | None:
-        """Return the step number after which this activity needs the clock to stop. None if never."""
+        """Return the step after which the clock stops next for this activity. None if never."""
         return None
 
     def act_after_step(self, step: int, losses: list[Tensor]) -> None:

@@ -166,7 +166,7 @@ def read_own_data_specification(
     for kind in {*OF_LABELLED} - {*known} & {*spec, spec.get("kind")}:
         raise DataError(
             f"data set {name!r}: {kind}: needs the extension `labelled`, which this installation does "
-            "not have; restore it, or provide arrays by `call`"
+            "not have; restore it, or return arrays by a function of your own (`call`)"
         )
     kinds = [spec["kind"]] if "kind" in spec else [kind for kind in known if kind in spec]
     if len(kinds) != 1:

@@ -380,8 +380,8 @@ def read_utf8_file(dataset_name: str, path: Path) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"data set {dataset_name!r}: {path} is not UTF-8 text (at byte {error.start:,}); convert it, or "
-            "give tokens by `call`"
+            f"data set {dataset_name!r}: {path} is not UTF-8 text (at byte {error.start:,}); convert it to "
+            "UTF-8, or return tokens by a function of your own (`call`)"
         ) from error
 
 

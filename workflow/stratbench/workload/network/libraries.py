@@ -48,7 +48,7 @@ class Library:
         (key,) = model_entry.keys() & set(LIBRARIES)
         raise ValueError(
             f".{key} = {format_wrong_value(model_entry[key])}: needs the extension `libraries`, which this "
-            "installation does not have; restore it, or give `call`"
+            "installation does not have; restore it, or build the model by a function of your own (`call`)"
         )
 
     def invalid_call_reason(self, model_entry: Mapping[str, Any]) -> str | None:

@@ -99,7 +99,8 @@ class Trial:
     changing_training_state: tuple[str, ...] = ()
     #: Names of modules that only some forwards call, at random.
     randomly_called_modules: tuple[str, ...] = ()
-    #: Names of modules that forward calls, or of parameters that get a gradient, only with some batches.
+    #: Names of modules and parameters that are used only with some batches: forward then calls the module, or
+    #: the parameter gets a gradient.
     data_dependent_modules: tuple[str, ...] = ()
     #: Labels of the shard groups of which forward calls no module.
     uncalled_groups: tuple[str, ...] = ()

@@ -230,7 +230,7 @@ def describe_field_values(path: str, values_by_record: Sequence[tuple[Record, se
 
 
 def make_rule_of_table_row(row_index: int) -> Rule:
-    """Make the audit rule that compares the fields of one row of TABLE."""
+    """Make the audit rule that compares cells in the fields of one row of TABLE."""
     compared = TABLE[row_index]
 
     def find_field_differences(evidence: AuditData) -> Iterator[Case]:

@@ -53,7 +53,11 @@ class TrainingGeneration:
 
 @dataclass
 class EpochTotals:
-    """Totals of one epoch: sum of losses, number of steps, seconds of steps and pauses."""
+    """Totals of one epoch: sum of losses, number of steps, seconds of steps and pauses.
+
+    Each worker reports its own losses and steps. With N workers a report counts 1/N, so that the number of
+    steps may be a fraction.
+    """
 
     loss_sum: float = 0.0
     reported_steps: float = 0.0

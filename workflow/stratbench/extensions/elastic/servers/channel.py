@@ -36,7 +36,7 @@ class RunOverError(Exception):
 
 
 class ReturningChannel:
-    """Channel that connects to the servers again after they were restarted.
+    """Channel with which a worker returns to the servers after they were restarted.
 
     Each start of the servers is an *incarnation*. After the loss of an incarnation, the channel joins the
     next one, and its first ticket replaces the awaited one. A push in progress is lost, and its ticket is
@@ -151,7 +151,10 @@ class ReturningChannel:
         return self._retry_after_server_loss(Channel.push_pull)
 
     def send_evaluation(self, results: dict[str, float | None]) -> Assignment:
-        """Send the results of an evaluation, and return the worker's next ticket or evaluation."""
+        """Send an evaluation's results, and return what the servers assign to the worker next.
+
+        That is a ticket or an evaluation, or None if the training is over.
+        """
         return self._retry_after_server_loss(lambda channel: channel.send_evaluation(results))
 
     def rehearse_exchange(self) -> None:
@@ -162,9 +165,13 @@ class ReturningChannel:
             self._rejoin_after_server_loss(lost)
 
     def _retry_after_server_loss(self, exchange: Callable[[Channel], Assignment]) -> Assignment:
-        """Call `exchange` with the channel, and return its result.
+        """Exchange messages with the servers. If the servers are lost, join the restarted ones.
 
-        If the servers are lost, join the restarted servers, and return their first ticket instead.
+        Args:
+            exchange: Sends a message by the channel, and returns what the servers assign next.
+
+        Returns:
+            The assignment; after a loss, that of the restarted servers. None if the training is over.
         """
         while True:
             try:

@@ -309,9 +309,13 @@ def split_trace_into_segments(
 def pair_matching_segments(
     few_segments: Sequence[EventSegment], more_segments: Sequence[EventSegment]
 ) -> list[tuple[EventSegment, EventSegment]]:
-    """Return pairs of matching segments of the shorter and the longer trace.
+    """Pair the segments of a trace with those of a trace of a longer model.
 
-    The longer model's additional block in the middle is left out.
+    The longer model has one more block in the middle, whose segments are left out.
+
+    Args:
+        few_segments: Segments of the trace of the model with few blocks.
+        more_segments: Segments of the trace of the model with one more block.
 
     Raises:
         TraceMismatchError: If the segments do not match.

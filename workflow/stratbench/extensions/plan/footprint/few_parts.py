@@ -205,7 +205,12 @@ def extrapolate_collective_entries(
     more_collectives: Sequence[tuple[Any, ...]],
     num_further_parts: int,
 ) -> list[tuple[Any, ...]]:
-    """Extrapolate a step's collectives to a step with more parts.
+    """Extrapolate a step's collectives to a batch that is divided into more parts.
+
+    Args:
+        few_collectives: Collectives of a step with few parts.
+        more_collectives: Collectives of a step with more parts.
+        num_further_parts: How often the difference of these two steps is added.
 
     Raises:
         TraceMismatchError: If collectives are not repeated from part to part.

@@ -59,7 +59,7 @@ class ReductionSize:
     Attributes:
         outputs: Number of sums.
         inputs: Number of terms of each sum.
-        together: Sums that a thread computes at once.
+        together: Number of sums that a thread computes together.
         partial_sum_bytes: Bytes of a partial sum.
     """
 
@@ -582,13 +582,13 @@ def _find_peak_moments(
 def list_positions_by_reduction_size(
     steps: tuple[list[Phase], list[Phase]], first_events: list[int], parts: int
 ) -> dict[ReductionSize, list[int]]:
-    """Return where a trace has CUDA reductions, by the size of the reduction.
+    """List where in a step CUDA reductions take place, by the size of the reduction.
 
-    Only reductions that may need a buffer are included.
+    A place is a number of events since the step began. Only reductions that may need a buffer are included.
 
     Args:
-        steps: Phases of both steps.
-        first_events: Events at which the steps begin.
+        steps: Phases of the first and of the second traced step, which have different batches.
+        first_events: Number of the event in the trace at which each step begins.
         parts: Number of parts of a batch.
     """
     made = [

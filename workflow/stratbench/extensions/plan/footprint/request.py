@@ -157,7 +157,7 @@ class Request:
 
     @property
     def is_trained_by_command(self) -> bool:
-        """Whether a user's command trains the cell. Its footprint is then unknown."""
+        """Whether a user's command trains the requested cell. Its footprint is then unknown."""
         return get_strategy_class(self.strategy).kind == "own"
 
     @property

@@ -102,7 +102,7 @@ class _IndescribableOperand(Exception):
     """Raised for an operand that the short cache key cannot describe."""
 
 
-#: Types of operands whose value describes them completely.
+#: Types of operands that the short cache key contains with their value. Of a tensor it contains properties.
 _PLAIN = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout}
     | {torch.memory_format}

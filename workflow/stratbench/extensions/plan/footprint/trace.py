@@ -48,7 +48,7 @@ class Phase:
     collectives: list[CollectiveCall] = field(default_factory=list)
     #: FLOPs and touched bytes of the phase up to the start of each of its collectives.
     flops_and_bytes_before_collectives: list[tuple[int, int]] = field(default_factory=list)
-    #: Reductions that may need a buffer on CUDA, each with the number of events before it.
+    #: Reductions that may need a buffer on CUDA, each with the number of the trace's events before it.
     reductions: list[tuple[int, Reduction]] = field(default_factory=list)
 
 
@@ -314,7 +314,10 @@ def _make_sum_reduction(args: Any) -> Reduction | None:
 
 
 def _make_bias_reduction(args: Any) -> Reduction | None:
-    """Return the sum for the gradient of a convolution's bias, or None without a bias."""
+    """Return the reduction that computes the gradient of a convolution's bias.
+
+    It is None if the bias needs no gradient, or the reduction no buffer.
+    """
     grad, wanted = args[0], args[-1]
     return _make_reduction(grad, {d for d in range(grad.dim()) if d != 1}) if wanted[2] else None
 

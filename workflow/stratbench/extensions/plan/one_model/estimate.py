@@ -227,7 +227,7 @@ class CallerInput:
 
 @dataclass(frozen=True)
 class _GivenRequest(Request):
-    """Request of `estimate`, with the caller's module, batch and loss instead of a config's names."""
+    """Request for a model that the caller of `estimate` gives as an object, not by a name."""
 
     given: CallerInput = field(kw_only=True)
 
@@ -245,11 +245,12 @@ class _GivenRequest(Request):
         )
 
     def make_task_and_loss_kind(self) -> tuple[Task, LossKind]:
+        """Return a task with the caller's loss, and the usual kind of loss."""
         return _GivenTask(self.given.loss), LossKind()
 
 
 class _GivenTask(Task):
-    """A task that has a loss and no score."""
+    """Task with the loss that the caller of `estimate` gives, and without a score."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss

@@ -84,7 +84,8 @@ class StrategyAnswer:
         uses_checkpointing: Whether activations are checkpointed.
         reason: Why nothing is predicted; empty if something is.
         verdict: FITS, TIGHT or DOES_NOT_FIT, for that batch.
-        micro_batch: Samples that a copy of the network computes at once; the minimum if none fits.
+        micro_batch: Size of a micro-batch: samples that a copy of the model computes at once. If no size
+            fits, it is the smallest one.
         global_batch: Samples per step on all GPUs.
         memory: Memory of a GPU with that batch.
         step_s: Seconds per step at best, at worst, and as a single time to compare by; None if the

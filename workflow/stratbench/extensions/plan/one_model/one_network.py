@@ -123,9 +123,15 @@ def _set_tokens_per_text(datasets: dict[str, Any], dataset: str, tokens_per_text
 def _find_data_and_optimizer(
     config: Mapping[str, Any], model: str, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys of an experiment that set a model's data, task and optimizer.
+    """Return the keys of an experiment for a model: its data set, task and optimizer.
 
-    The result is empty if they are unknown.
+    A model of the config has those of the first experiment that trains it. Any other model has the usual
+    ones for its task, from the template. The result is empty if the task is unknown.
+
+    Args:
+        config: Raw config.
+        model: Name of the model.
+        overrides: Content of the template.
 
     Raises:
         ConfigError: If the model is invalid.

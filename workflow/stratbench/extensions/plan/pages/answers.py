@@ -42,7 +42,7 @@ NEAR = 0.1
 
 
 def answer_user_questions(plan: Plan) -> list[tuple[str, list[str]]]:
-    """Return pairs of a question and the sentences that answer it."""
+    """Return the questions that a plan answers, each with the sentences of its answer."""
     return [
         (
             "Which cells fit, and which strategy is the fastest?",

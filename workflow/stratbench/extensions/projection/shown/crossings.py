@@ -33,8 +33,8 @@ class Crossing:
     """Worker count from which on another strategy is the fastest.
 
     Attributes:
-        strategy_before: Fastest strategy below the crossing.
-        strategy_after: Fastest strategy above the crossing.
+        strategy_before: Fastest strategy on fewer workers than at the crossing.
+        strategy_after: Fastest strategy on more workers than at the crossing.
         workers_at_crossing: Number of workers on which both strategies have the same projected step time.
         largest_workers_without_overlap_below: Largest worker count below the crossing on which the intervals
             of both do not overlap, if any.

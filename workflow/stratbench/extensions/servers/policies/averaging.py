@@ -218,6 +218,7 @@ class BackupPolicy(SyncPolicy):
         return Outcome.DROPPED
 
     def on_skip(self, worker: int, read_version: int) -> None:
+        """Count a worker that skips its push as arrived, or as late."""
         (self._late if self._is_push_late(worker, read_version) else self._arrived).add(worker)
         self._advance_step_if_complete()
 

@@ -44,7 +44,7 @@ class PolicyOptions(Options):
 
     @property
     def is_synchronous_on_one_worker(self) -> bool:
-        """Whether training with one worker equals training with PyTorch's own optimizer."""
+        """Whether a training with only one worker equals that with PyTorch's own optimizer."""
         return False
 
     @classmethod

@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 
 
 class OrMoPolicy(Policy):
-    """Policy of momentum SGD that applies a late gradient as if it had arrived in time.
+    """Policy of ordered momentum (OrMo): a late gradient counts as if it had arrived in time.
 
     N gradients form a bucket, which is one global batch. A gradient belongs to the bucket in which its
-    weights were
-    read: the version that was read // N. The first push of a bucket rolls the momentum: V <- mu V, W -= eta
-    V. A push that is k buckets late makes V += mu^k g and W -= eta (1 + mu + ... + mu^k) g. W and V are then
-    as if g had arrived in its own bucket. Source: OrMo of Shi et al., "Ordered momentum for asynchronous
-    SGD", NeurIPS 2024, arXiv 2407.19234. Here the roll is delayed until the bucket's first push, so that one
-    worker is heavy-ball SGD.
+    weights were read: the version that was read // N. The first push of a bucket rolls the momentum: V <- mu
+    V, W -= eta V. A push that is k buckets late makes V += mu^k g and W -= eta (1 + mu + ... + mu^k) g. W and
+    V are then as if g had arrived in its own bucket. Source: OrMo of Shi et al., "Ordered momentum for
+    asynchronous SGD", NeurIPS 2024, arXiv 2407.19234. Here the roll is delayed until the bucket's first push,
+    so that one worker is heavy-ball SGD.
 
     `look_ahead` is an addition: with M present workers, a worker reads W - (M - 1) / N eta mu V. This is the
     part of the next roll that other workers' pushes cause before its own. With one worker it is 0.
@@ -81,6 +80,7 @@ class OrMoPolicy(Policy):
         return Outcome.APPLIED
 
     def view(self, worker: int, out: Tensor) -> WeightsVersion:
+        """Write the weights that a worker reads to `out`, shape [n], and return their version."""
         out.copy_(self.weights)
         others = len(self._present - {worker})
         if self.options.look_ahead and others and self._momentum is not None:

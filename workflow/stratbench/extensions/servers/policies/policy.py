@@ -130,10 +130,10 @@ class Momentum:
         """Update the weights in place by one step of SGD, bit-identical to torch.optim.SGD.
 
         Args:
-            weights: Weights, shape [n], updated in place.
+            weights: Weights of the model, shape [n], updated in place.
             grad: Gradient, shape [n], overwritten.
             lr: Learning rate.
-            weight: Factor on the gradient, with its weight decay, before it enters the momentum.
+            weight: Factor on the gradient and its weight decay, before the gradient enters the momentum.
 
         Returns:
             The direction of the step, by which the weights have moved -lr times.
@@ -289,6 +289,7 @@ class Policy(ABC):
         """Count a worker's step as done although the worker has no gradient.
 
         The gradient overflowed, or was applied before. The worker waits for `ready` as after a push.
+        `read_version` is the version of the weights with which the worker computed the step.
         """
 
     def on_leave(self, worker: int) -> None:  # noqa: B027
@@ -320,6 +321,6 @@ class Policy(ABC):
         return True
 
     def view(self, worker: int, out: Tensor) -> WeightsVersion:
-        """Write the weights for a worker to `out`, shape [n], and return their version."""
+        """Write the weights that a worker reads to `out`, shape [n], and return their version."""
         out.copy_(self.weights)
         return self.version

@@ -435,7 +435,10 @@ class Channel:
         self._wait_for_senders()
 
     def _send_end_of_push(self, overflowed: bool) -> None:
-        """Request that every server applies the push, or drops it if a gradient overflowed."""
+        """Request that every server applies the push, or drops it if a gradient overflowed.
+
+        A gradient overflows if the loss scale makes it infinite or NaN.
+        """
         frame = Frame(Kind.SKIP if overflowed else Kind.APPLY, ticket=self._ticket)
         for link in reversed(self._links):
             if link.server == 0:
@@ -591,7 +594,8 @@ class Channel:
         self._done = True
         for link in self._links[1:] if self._incarnation is not None else ():
             self._queue_frame(link, Frame(Kind.DONE))
-        for link in self._links:  # the threads that set these events at other times may have ended
+        # No thread may wait forever: the receiving threads, which usually set these events, may have ended.
+        for link in self._links:
             link.all_weights_arrived.set()
         self._next_arrived.set()
 

@@ -164,9 +164,10 @@ class SharedLane:
         out.copy_(self._memory.weights[start:stop])
 
     def make_rehearsal_payload(self, shard: int) -> memoryview | bytes:
-        """Access the shard's memory once, and return an empty payload.
+        """Access a shard's memory in the warm-up, and return an empty payload.
 
-        The first access to memory is slow. It must not be part of the training.
+        The first access to memory is slow, and must not fall into the training. The payload is empty, because
+        the worker reads the weights from shared memory.
         """
         start, stop = self._bounds[shard]
         scratch = self._memory.grads[start:stop].clone()

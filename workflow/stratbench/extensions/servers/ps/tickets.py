@@ -190,6 +190,11 @@ class Tickets:
         return self.plan.get_ticket(number)
 
     def _take_unassigned_ticket_number(self, slot: int) -> int | None:
+        """Take a ticket that no worker has had, and return its number. None if all are taken.
+
+        The ticket is that of slice `slot` of the step if it is free, else of the first free slice. A slot is
+        a worker's place in the run, from 0.
+        """
         slices = self.plan.slices_per_step
         while not self._fresh:
             first = self._next_step * slices

@@ -51,7 +51,7 @@ def compare_sets_with_first(
         if not NAME.fullmatch(name) or name.lower() in PAGES:
             raise SetError(
                 f"{quote_untrusted_value(name)} cannot be the name of a set; use letters, digits, '.', '_' "
-                f"and '-', and no name of a page ({' or '.join(PAGES)})"
+                f"and '-'; {' and '.join(PAGES)} are reserved"
             )
     prices, constraints = prices or {}, constraints or Constraints()
     sets = [announce_and_read_set(source, name) for name, source in sources_by_name.items()]

@@ -60,7 +60,7 @@ class CellMeasurements:
     failure_text: str = ""
     #: Whether at least one repeat finished, even if the audit rejects it.
     has_finished_repeat: bool = True
-    #: Names of the audit's rules that doubt the training times.
+    #: Names of the audit's rules whose findings make the training times doubtful.
     doubtful_rules: tuple[str, ...] = ()
 
     @property
@@ -175,7 +175,8 @@ class StrategyMean:
     time_ratio: IntervalEstimate
     model_count: int
     cell_count: int
-    #: Whether the mean ratio differs from 1 by more than the noise of repeats; None if the noise is unknown.
+    #: Whether the times of both sets differ: whether the mean ratio is further from 1 than the noise of
+    #: repeats explains. None if the noise is unknown.
     is_significant: bool | None
 
     @property

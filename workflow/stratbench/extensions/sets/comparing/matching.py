@@ -210,7 +210,7 @@ def iter_differences(match: Match, first: ResultSet, other: ResultSet) -> Iterat
 def select_differences_preventing_ratio(
     differences: list[Difference], has_published_set: bool
 ) -> list[Difference]:
-    """Return the differences of a cell with which a time ratio has no meaning.
+    """Return the differences between two sets that make a cell's time ratio meaningless.
 
     A value that one set does not have prevents no ratio, except for the amount of training in the paper.
 

@@ -30,6 +30,7 @@ MAX_NAMED = 4
 class RegressionOutcome:
     """Outcome of the search for slow-downs, for one cell or for several cells of a strategy."""
 
+    #: Name of the result set that is compared with the first one.
     set_name: str
     #: Strategy or cells as text.
     subject: str
@@ -43,7 +44,7 @@ class RegressionOutcome:
     #: has no usable record. OTHER_WORK: the other set trains something else. LESS: all repeats finished in
     #: the first set, and only some in the other. UNKNOWN: none of these.
     outcome: str
-    #: Names of the audit's rules that doubt the compared times.
+    #: Names of the audit's rules whose findings make the compared times doubtful.
     doubtful_rules: tuple[str, ...] = ()
 
     @property

@@ -150,7 +150,10 @@ def make_difference_table(comparison: Comparison) -> pd.DataFrame:
 
 
 def write_comparison_tables(comparison: Comparison, out_dir: Path) -> None:
-    """Write all tables of a comparison to the folder <out_dir>/<name of the other set>."""
+    """Write all tables of a comparison of two sets to a folder in `out_dir`.
+
+    The folder has the name of the second set.
+    """
     folder = out_dir / comparison.other_set.name
     first, other = comparison.first_set.name, comparison.other_set.name
     write_csv_without_formulas(

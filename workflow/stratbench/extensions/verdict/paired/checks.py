@@ -29,7 +29,8 @@ MAX_COPY_DIFFERENCE = 1e-6
 class FullRunCorrection:
     """Corrected conclusion of a comparison whose full runs contradict its blocks."""
 
-    #: Upper bound on log(leader's time / alternative's time), over all alternatives.
+    #: How much faster than the leader an alternative may be at most: the largest upper bound on
+    #: log(leader's time / alternative's time), over all alternatives.
     max_log_advantage_over_leader: float
     #: Whether every alternative is still shown to be slower than the leader.
     is_leader_fastest: bool

@@ -117,7 +117,7 @@ class PairedEvidence:
     def make_full_run_cell(
         self, comparison: PairedComparison, strategy: str, repeat: int = 0
     ) -> Cell:
-        """Return the cell of a full run of a strategy.
+        """Make the cell of a full run: the whole training of a strategy.
 
         Args:
             comparison: The comparison.
@@ -313,7 +313,9 @@ def _iter_usable_blocks(
 def _iter_full_runs(
     study: Study, comparisons: Iterable[PairedComparison], results: Path, notes: list[str]
 ) -> Iterator[tuple[Cell, tuple[FullRun, int]]]:
-    """Yield each full run with the config's settings, with its cell and training samples.
+    """Yield the full runs that have the settings of the config.
+
+    An item is the cell, and a pair of its full run and the number of training samples.
 
     Args:
         study: The study.

@@ -17,9 +17,11 @@ from stratbench.statistics import moderated
 
 #: Numbers of blocks after which a comparison is evaluated.
 LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)
-#: Fewest blocks for a decision. The second number is for blocks on fewer than MIN_SETS sets of nodes.
+#: Fewest blocks for a decision. The second number applies if the blocks ran on few nodes (see MIN_SETS),
+#: since a disturbance of these nodes may last for several blocks.
 MIN_BLOCKS, MIN_BLOCKS_ON_FEW_NODES = 3, 6
-#: Fewest sets of nodes from which a conclusion is about all nodes of their kind, not only about these nodes.
+#: Each block runs on a set of nodes. With fewer different sets than this, a conclusion is only about these
+#: nodes, and not about all nodes of their kind.
 MIN_SETS = 3
 #: Two strategies are equal if the interval of their time ratio is between 1 / (1 + EQUAL) and 1 + EQUAL.
 EQUAL = 0.03

@@ -69,7 +69,11 @@ def find_next_round(evidence: PairedEvidence) -> NextRound:
 
 
 def plan_next_round(replay: RoundReplay) -> NextRound:
-    """Return the next round, from a replay of all rounds so far."""
+    """Return the next round of a verdict: its blocks and its full runs.
+
+    If there is none, the result has the reason. `replay` has evaluated the results of all rounds so
+    far, one after another.
+    """
     evidence = replay.evidence
     costs = VerdictGpuSeconds(replay)
     spent_s = costs.spent_gpu_seconds
@@ -124,7 +128,10 @@ def is_comparison_decided(replay: RoundReplay, state: ComparisonState) -> bool:
 
 
 def compute_log_margin(evidence: PairedEvidence) -> float:
-    """Return log(1 + margin), by which an alternative may be faster than a decided leader."""
+    """Return the margin as a log time ratio: log(1 + margin).
+
+    A comparison is decided once no alternative can be faster than the leader by more than this.
+    """
     return math.log1p(evidence.margin) + 1e-9
 
 

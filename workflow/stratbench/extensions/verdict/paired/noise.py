@@ -174,7 +174,7 @@ def _add_noise_within_block(
 def _add_noise_between_blocks(
     blocks: list[PairedBlock], strategy_variance: _WeightedMean, allocation_variance: _WeightedMean
 ) -> None:
-    """Add a comparison's differences between blocks to the noise estimates.
+    """Update the noise estimates by a comparison's differences between its blocks.
 
     Only strategies that are in all blocks count.
 

@@ -61,9 +61,10 @@ class RoundReplay:
             pass
 
     def estimate_segment_disagreement_limit(self, num_blocks: int) -> float | None:
-        """Return the largest log time ratio of two segments that needs no third segment.
+        """Return how much a strategy's two segments may differ without a third segment.
 
-        The limit is estimated from the first `num_blocks` blocks of each comparison. It is None if no
+        A segment is a short timed run in a block. The difference is the absolute log ratio of their step
+        times. The limit is estimated from the first `num_blocks` blocks of each comparison. It is None if no
         strategy completed two segments in these blocks.
         """
         if num_blocks not in self._limits:
@@ -280,7 +281,10 @@ class RoundReplay:
             self._copy_state_of_comparison(i)
 
     def _copy_state_of_comparison(self, comparison_index: int) -> None:
-        """Copy the active strategies of a comparison, and whether it is open, to its state."""
+        """Update the state of a comparison in `states` from the results of the analysis.
+
+        The state has the active and the dropped strategies, and whether the comparison is open.
+        """
         state = self.states[comparison_index]
         state.active_strategies = [
             a

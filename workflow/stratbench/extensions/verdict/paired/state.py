@@ -31,7 +31,8 @@ class ComparisonAnalysis:
     #: How similar successive blocks are: 1 minus von Neumann's ratio, in standard deviations of this ratio.
     block_similarity_sds: float
     leader: str
-    #: Upper bound on log(leader's time / alternative's time), over all alternatives.
+    #: How much faster than the leader an alternative may be at most: the largest upper bound on
+    #: log(leader's time / alternative's time), over all alternatives.
     max_log_advantage_over_leader: float
     is_leader_fastest: bool
     #: Log time ratio of each alternative to the leader, by name of the alternative.

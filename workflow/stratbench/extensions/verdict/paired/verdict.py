@@ -22,7 +22,8 @@ from stratbench.extensions.verdict.paired.state import (
 )
 from stratbench.statistics.moderated import ROUGH
 
-#: Largest share in the conclusion "at most … slower than the fastest". Beyond it, nothing is claimed.
+#: Largest value that the conclusion "at most … slower than the fastest" may have: 1.0 is 100 %, twice the
+#: time. Beyond it, nothing is claimed.
 MAX_CLAIMED_SHARE = 1.0
 #: Kinds of conclusions that make a claim about the leader.
 CLAIMS = ("fastest", "within", "at most")
