@@ -725,12 +725,7 @@ def test_transformers_too_equal_single(found, kind, world, name):
 
 @pytest.mark.parametrize(
     ("way", "kind", "world"),
-    [
-        (way, kind, world)
-        for way in WAYS
-        for world in WORLDS
-        for kind in kinds_of(way, world)
-    ],
+    [(way, kind, world) for way in WAYS for world in WORLDS for kind in kinds_of(way, world)],
 )
 def test_every_way_to_train_is_the_same_under_all_strategies(found, way, kind, world):
     """After a warm-up, and different from the plain way; one mistake in the way itself is seen."""
