@@ -24,6 +24,8 @@ from stratbench.workload.users_code import Refused
 
 pytestmark = pytest.mark.slow
 NETWORK = """
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -38,16 +40,27 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self, classes):
         super().__init__()
-        self.first, self.block, self.last = nn.Linear(256, 8), Block(), nn.Linear(8, classes)
+        pooled = nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten()
+        self.first = nn.Sequential(*pooled, nn.Linear(32, 8))
+        self.block, self.last = Block(), nn.Linear(8, classes)
 
     def forward(self, x):
-        return self.last(self.block(self.first(x.flatten(1))))
+        return self.last(self.block(self.first(x)))
 
 class Miscompiled(Net):
     def forward(self, x):
-        h = self.block(self.first(x.flatten(1)))
+        h = self.block(self.first(x))
         return self.last(h.detach() if torch.compiler.is_compiling() else h)
+
+def by_no_compiler(classes, network):
+    torch.compile = partial(torch.compile, backend="aot_eager")
+    return globals()[network](classes)
 """
+
+
+def by_no_compiler(code: dict[str, Any], network: str) -> dict[str, Any]:
+    """What the settings say of a network that is compiled as others are, but to no C++."""
+    return code | {"call": "small_net.by_no_compiler", "kwargs": {"network": network}}
 
 
 #: One worker computes what two do, and the second would compile the same once more.
@@ -56,7 +69,10 @@ ALONE = {"gpus": 1, "per_worker_batch": 16}
 
 @pytest.fixture
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the settings say of a small network whose file lies in `tmp_path`."""
+    """What the settings say of a small network whose file lies in `tmp_path`.
+
+    It has convolutions: PyTorch 2.13 gave those of VGG gradients of zero on some CPUs.
+    """
     (tmp_path / "small_net.py").write_text(NETWORK)
     monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
     spec = {"call": "small_net.Net", "kwargs": {}, "wrap_classes": ["Block"]}
@@ -70,19 +86,26 @@ def test_a_compiled_training_is_the_same_and_compiles_in_the_warm_up(
     code: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """The last test batch is smaller than the others, and evaluation is not compiled."""
+    """The last test batch is smaller than the others, and evaluation is not compiled.
+
+    What C++ computes depends on no strategy: one has it made.
+    """
     if reason := missing_compiler_reason(cuda=False):
         pytest.skip(reason)
     epochs = {}
     for strategy, compiles in (("ddp", False), ("ddp", True), ("fsdp", True), ("ps-sync", True)):
+        network = code if strategy == "ddp" else by_no_compiler(code, "Net")
         s = settings(
-            strategy, model="net", own_model=code, precision="fp64", epochs=2, compile=compiles,
+            strategy, model="net", own_model=network, precision="fp64", epochs=2, compile=compiles,
             **({} if strategy == "fsdp" else ALONE),
         )  # fmt: skip
         cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
         exit_code, output = cell.finish(timeout_s=300)
         assert exit_code == 0, output
         rec = record.read_record(cell.record)
+        if rec["status"] == "unsupported" and network is code:  # by what this CPU has
+            assert "wrong gradients" in rec["reason"]
+            continue
         epochs[strategy, compiles] = rec["score"]["per_epoch"]
         time = rec["time"]
         if compiles:
@@ -110,7 +133,7 @@ def test_code_that_computes_other_gradients_is_refused(
     """Its loss is right in each step, and no gradient reaches the layers before the last."""
     if reason := missing_compiler_reason(cuda=False):
         pytest.skip(reason)
-    wrong = code | {"call": "small_net.Miscompiled"}
+    wrong = by_no_compiler(code, "Miscompiled")
     s = settings(strategy, model="net", own_model=wrong, compile=True, **ALONE)
     cell = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
     exit_code, output = cell.finish(timeout_s=300)
@@ -121,27 +144,6 @@ def test_code_that_computes_other_gradients_is_refused(
     assert rec["reason"].endswith(
         f"set compile to false {format_help_address('computes wrong gradients')}"
     )
-
-
-@pytest.mark.timeout(900)
-def test_what_this_pytorch_compiles_trains_as_it_should_or_is_refused(
-    start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
-) -> None:
-    """PyTorch 2.13 gives the convolutions of VGG gradients of zero on CPUs, compiled as a whole."""
-    if reason := missing_compiler_reason(cuda=False):
-        pytest.skip(reason)
-    ends = []
-    for compiles in (False, True):
-        s = settings("single", gpus=1, per_worker_batch=16, compile=compiles)
-        cell = start_cell(s, env=warm)
-        exit_code, output = cell.finish(timeout_s=800)
-        assert exit_code == 0, output
-        ends.append(record.read_record(cell.record))
-    if ends[1]["status"] == "unsupported":
-        assert "wrong gradients" in ends[1]["reason"]
-        return
-    for one, other in zip(*(rec["score"]["per_epoch"] for rec in ends), strict=True):
-        assert other["train_loss"] == pytest.approx(one["train_loss"], rel=1e-3)
 
 
 class Planted(torch.nn.Module):

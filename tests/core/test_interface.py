@@ -14,7 +14,7 @@ import pytest
 from launching import LIMIT_S, WORKFLOW
 from stratbench.train.nodes import interface
 
-#: Two processes form a group and add numbers; the last argument: whether an interface is named before.
+#: Two processes form a group and add numbers.
 MEET = """
 import os, sys
 from datetime import timedelta
@@ -22,8 +22,7 @@ from stratbench.train.nodes import interface
 
 rank, other, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 interface.list_other_nodes = lambda own: [other]
-if sys.argv[4] == "named":
-    interface.set_gloo_interface()
+interface.set_gloo_interface()
 import torch, torch.distributed as dist
 
 host = os.uname().nodename if rank == 0 else other
@@ -97,17 +96,12 @@ def nodes(tmp_path: Path) -> Iterator[list[list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("how", "limit_s", "meet"), [("named", LIMIT_S, True), ("unnamed", 5, False)]
-)
-def test_nodes_that_are_loopback_to_themselves_meet_by_the_interface_between_them(
-    nodes, how, limit_s, meet
-):
-    code = MEET.replace("LIMIT", str(limit_s))
+def test_nodes_that_are_loopback_to_themselves_meet_by_the_interface_between_them(nodes):
+    code = MEET.replace("LIMIT", str(LIMIT_S))
     environment = {k: v for k, v in os.environ.items() if k != interface.VARIABLE}
     processes = [
         subprocess.Popen(
-            [*node, sys.executable, "-c", code, str(rank), nodes[1 - rank][-2], "29500", how],
+            [*node, sys.executable, "-c", code, str(rank), nodes[1 - rank][-2], "29500"],
             stdout=subprocess.PIPE,
             text=True,
             env=environment | {"PYTHONPATH": str(WORKFLOW)},
@@ -115,7 +109,7 @@ def test_nodes_that_are_loopback_to_themselves_meet_by_the_interface_between_the
         for rank, node in enumerate(nodes)
     ]
     printed = [process.communicate()[0].strip() for process in processes]
-    assert printed == (["3.0", "3.0"] if meet else ["", ""])
+    assert printed == ["3.0", "3.0"]
 
 
 @pytest.fixture

@@ -25,13 +25,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -66,6 +67,7 @@ from stratbench.train.job import Job
 from stratbench.train.nodes import srun as srun_module
 from stratbench.train.running.runner import Runner, create_runner
 from stratbench.train.standing import WorkerState
+from stratbench.workload import users_code
 from stratbench.workload.data.prepare import prepare_data_set
 from stratbench.workload.data.prepared import read_verified_metadata
 from stratbench.workload.data.sources import DataError
@@ -91,30 +93,41 @@ def worker_pids(launched: LaunchedCell) -> dict[str, int]:
     return {name: int(pid) for name, pid in (line.split() for line in lines)}
 
 
-STAY = "stay"
-#: Imported by every Python that finds it: one worker does not build its model as long as a file is there.
-STAYS = """
+#: The user's: workers do not build the first as long as a file is there, and have no memory for the other.
+NETWORKS = """
 import time
 from pathlib import Path
-from stratbench.telemetry.timeline import PhaseLog
 
-write = PhaseLog.write_phase_event
+import torch
 
-def write_and_stay(self, phase, event, at_s=None):
-    write(self, phase, event, at_s)
-    while self._rank == {rank} and phase == "build" and Path({file!r}).exists():
+def stays(classes):
+    while Path(__file__).with_name("stay").exists():
         time.sleep(0.05)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(256, classes))
 
-PhaseLog.write_phase_event = write_and_stay
+class Large(torch.nn.Linear):
+    def __init__(self, classes):
+        super().__init__(256, classes)
+
+    def forward(self, x):
+        if len(x) == 8:
+            torch.empty(2**50)
+        return super().forward(x.flatten(1))
 """
 
 
-def staying(folder: Path, rank: int) -> Path:
-    """Where Python finds the package, and that worker `rank` stays as long as `folder`/stay is there."""
-    (folder / STAY).touch()
-    code = STAYS.format(rank=rank, file=str(folder / STAY))
-    (folder / "sitecustomize.py").write_text(code)
-    return Path(f"{folder}{os.pathsep}{WORKFLOW}")
+@pytest.fixture
+def own(tmp_path: Path, warm: dict[str, str]) -> Callable[..., dict[str, Any]]:
+    """A function that makes a cell's settings and environment, for one of `NETWORKS`."""
+    (tmp_path / "networks.py").write_text(NETWORKS)
+
+    def make(strategy: str, name: str, **changes: Any) -> dict[str, Any]:
+        spec = {"call": f"networks.{name}", "kwargs": {}, "wrap_classes": []}
+        spec |= users_code.compute_code_fingerprint(spec["call"], [tmp_path])
+        s = settings(strategy, model="net", own_model=spec, **changes)
+        return {"s": s, "env": warm | {users_code.CODE_VARIABLE: str(tmp_path)}}
+
+    return make
 
 
 # ---------------------------------------------------------------- results
@@ -228,14 +241,14 @@ def test_time_limit(start_cell, warm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
-def test_a_time_limit_before_the_first_step_is_an_error(start_cell, strategy):
-    launched = start_cell(settings(strategy), time_limit_s=0.5)
+def test_a_time_limit_before_the_first_step_is_an_error(start_cell, warm, strategy):
+    launched = start_cell(settings(strategy), time_limit_s=0.01, env=warm)
     code, output = launched.finish()
     assert code == 1
     assert not launched.record.exists()
     evidence = json.loads((launched.logs / "failure.json").read_text())
     assert evidence["reason"] == (
-        "no step within the cell's limit of 0.5 s; ranks 0, 1: 0 steps, in phase start "
+        "no step within the cell's limit of 0.01 s; ranks 0, 1: 0 steps, in phase start "
         "[docs/troubleshooting.md#no-step-within]"
     )
     assert evidence["places"]["rank1"] == {"host": socket.gethostname()}
@@ -265,7 +278,7 @@ Heartbeat.__init__, Heartbeat.record_step = keep, step_and_sleep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ps-sync"])
+@pytest.mark.parametrize("strategy", ["ddp", "ps-sync"])
 def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
     tmp_path, tiny_data, monkeypatch, strategy
 ):
@@ -328,13 +341,9 @@ def test_divergence(start_cell, warm):
 
 
 @pytest.mark.slow
-def test_out_of_memory(start_cell):
-    """The first convolution's output would take 6.5 GB; an address space of 6 GB refuses it."""
-    gib = 2**30
-    launched = start_cell(
-        settings("ddp", per_worker_batch=400_000, global_batch=800_000),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (6 * gib, 6 * gib)),
-    )
+def test_out_of_memory(start_cell, own):
+    """A step asks for more than any machine has."""
+    launched = start_cell(**own("ddp", "Large"))
     seen = set()
     until(lambda: seen.update(family(launched)) or launched.process.poll() is not None)
     code, output = launched.finish()
@@ -372,8 +381,9 @@ def test_a_killed_worker(start_cell, warm):
 
 
 @pytest.mark.slow
-def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, tmp_path):
-    launched = start_cell(settings("ps-async", epochs=4), workflow=staying(tmp_path, rank=1))
+def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell, own, tmp_path):
+    (tmp_path / "stay").touch()
+    launched = start_cell(**own("ps-async", "stays", epochs=4))
     pids = launched.folder.get_pid_list_path(0)
     until(lambda: pids.exists() and "rank1 " in pids.read_text())
     psutil.Process(worker_pids(launched)["rank1"]).kill()
@@ -570,13 +580,14 @@ def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(st
 
 
 @pytest.mark.slow
-def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell, tmp_path):
-    first = start_cell(settings("ps-async"), workflow=staying(tmp_path, rank=0))
+def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cell, own, tmp_path):
+    (tmp_path / "stay").touch()
+    first = start_cell(**own("ps-async", "stays"))
     until(lambda: first.folder.job_secret_path.exists())
-    second = start_cell(settings("ps-async"))
+    second = start_cell(**own("ps-async", "stays"))
     output = iter(second.process.stdout.readline, "")
     assert any("waiting: another launcher trains this cell" in line for line in output)
-    (tmp_path / STAY).unlink()
+    (tmp_path / "stay").unlink()
     assert any("its record stays" in line for line in output)
     assert second.process.wait() == 0
     code, output = first.finish()
@@ -1087,11 +1098,11 @@ def test_another_nodes_clock_may_be_wrong(tmp_path, monkeypatch, ahead_s):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_without_room_on_the_disk_the_reason_names_the_file(start_cell):
+def test_without_room_on_the_disk_the_reason_names_the_file(start_cell, warm):
     """No file may have more than 6000 bytes, which ends the write of a record as a full disk does."""
     launched = start_cell(
         settings(),
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would be cut off
+        env=warm | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would be cut off
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)),
     )
     code, output = launched.finish()

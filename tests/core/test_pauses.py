@@ -174,9 +174,7 @@ Heartbeat.record_step = step_and_stay
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "in_group"), [("ddp", False), ("ddp", True), ("ps-sync", False)]
-)
+@pytest.mark.parametrize(("strategy", "in_group"), [("ddp", True), ("ps-sync", False)])
 def test_a_cell_that_is_stopped_while_it_trains_trains_again(
     start_cell, tmp_path, strategy, in_group
 ):

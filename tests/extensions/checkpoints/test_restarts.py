@@ -29,6 +29,7 @@ from stratbench.telemetry.clock import Phases, StepClock
 from stratbench.telemetry.memory import get_optimizer_state
 from stratbench.telemetry.timeline import PhaseLog
 from stratbench.train.job import Job
+from stratbench.workload import users_code
 
 pytestmark = pytest.mark.timeout(600)
 ABLE = [name for name in IN_OUR_LOOP if get_strategy_class(name).begins_anew is None]
@@ -203,9 +204,35 @@ def test_nobody_goes_on_with_another_training(change: dict[str, Any], tmp_path: 
 #: fp64, with all that an update may have: momentum, decay, a schedule, clipping.
 EXACT: dict[str, Any] = {
     "precision": "fp64", "momentum": 0.9, "weight_decay": 1e-3, "nesterov": True, "schedule": "cosine",
-    "max_grad_norm": 0.5, "lr": 0.002, "global_batch": 16, "warmup_steps": 1, "epochs": 20,
+    "max_grad_norm": 0.5, "lr": 0.05, "global_batch": 16, "warmup_steps": 1, "epochs": 8,
     "more": {"checkpoints": {"checkpoint_every": 3}},
 }  # fmt: skip
+
+
+#: While there is a file, each process stays in a step behind the first ones, as many as stand in it.
+STAYS = """
+import time
+from pathlib import Path
+
+from torch import nn
+
+STAY = Path(__file__).with_name("stay")
+
+class Block(nn.Sequential):
+    pass
+
+class Net(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.block = Block(nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.AdaptiveAvgPool2d(2))
+        self.head, self.steps = nn.Linear(20, classes), 0
+
+    def forward(self, x):
+        self.steps += self.training
+        while self.training and STAY.exists() and self.steps > int(STAY.read_text()):
+            time.sleep(0.01)
+        return self.head(self.block(x).flatten(1))
+"""
 
 
 def losses(launched: LaunchedCell) -> list[float]:
@@ -214,36 +241,45 @@ def losses(launched: LaunchedCell) -> list[float]:
     return [entry[name] for entry in epochs for name in ("train_loss", "test_loss")]
 
 
-def is_past(launched: LaunchedCell, step: int) -> bool:
-    """Whether all its workers have a checkpoint of so many steps, or it has ended."""
-    return launched.process.poll() is not None or step <= (
-        attempts.find_newest_common_checkpoint_step(launched.folder, 2) or 0
-    )
+def find_checkpoint(launched: LaunchedCell) -> int:
+    """The steps of the newest checkpoint that both workers have."""
+    return attempts.find_newest_common_checkpoint_step(launched.folder, 2) or 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_cell_killed_at_random_trains_what_it_would_have(
-    strategy: str, start_cell: Callable[..., LaunchedCell], warm: dict[str, str]
+    strategy: str,
+    start_cell: Callable[..., LaunchedCell],
+    warm: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All processes at once, as where a node is lost; or the launcher, and its workers by their server."""
-    s, chance, at = settings(strategy, **EXACT), random.Random(3), 0
-    for _ in range(2):
-        launched = start_cell(s, env=warm if strategy == "fsdp" else os.environ)
-        at += chance.randint(5, 20)
-        until(lambda: is_past(launched, at))  # noqa: B023 - asked at once
+    (tmp_path / "staying.py").write_text(STAYS)
+    monkeypatch.setenv(users_code.CODE_VARIABLE, str(tmp_path))
+    spec = {"call": "staying.Net", "kwargs": {}, "wrap_classes": ["Block"]}
+    spec |= users_code.compute_code_fingerprint(spec["call"], [tmp_path])
+    s, chance = settings(strategy, model="net", own_model=spec, **EXACT), random.Random(3)
+    shared, at, stay = warm | {users_code.CODE_VARIABLE: str(tmp_path)}, 0, tmp_path / "stay"
+    for begun in range(2):
+        stay.write_text(str(chance.randint(6, 12)))
+        launched = start_cell(s, env=os.environ if (strategy, begun) == ("ddp", 0) else shared)
+        until(lambda: launched.process.poll() is not None or find_checkpoint(launched) > at)  # noqa: B023
         assert launched.process.poll() is None, launched.process.communicate()[0]
         kill_all(launched.process)
-    launched = start_cell(s, env=warm)
+        at = find_checkpoint(launched)
+    stay.unlink()
+    launched = start_cell(s, env=shared)
     code, output = launched.finish()
     assert code == 0, output
     record, found = launched.read_record(), losses(launched)
     assert record["restarts"]["count"] == 2
     assert record["restarts"]["from_steps"][1] >= record["restarts"]["from_steps"][0] > 0
-    assert record["batch"]["updates_applied"] == 20 * 4
+    assert record["batch"]["updates_applied"] == EXACT["epochs"] * 4
     assert not launched.folder.saved_state_dir.exists()
     assert found_in(record) == {"keeps-checkpoints"}
-    undisturbed = start_cell(replace(s, more={}), env=warm)
+    undisturbed = start_cell(replace(s, more={}), env=shared)
     assert undisturbed.finish()[0] == 0
     assert "restarts" not in undisturbed.read_record()
     assert found == pytest.approx(losses(undisturbed), rel=1e-12)

@@ -339,7 +339,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
                 or workload is transformer
             ):
                 found[name, workload.__name__] = run(cls, options, given, rank, world, workload)
-    for name, (cls, options, given, _) in MUTANTS.items():
+    for name, (cls, options, given, _) in MUTANTS.items() if world == 4 else ():
         found[name] = run(cls, options, given, rank, world, transformer)
     found["drift"] = drift(rank, world)
     return found
@@ -391,12 +391,10 @@ def test_every_worker_is_where_the_slow_reference_has_it(found, world):
         assert difference(flat(workload()[0]), expected) > 1e-3
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_strategy_with_a_mistake_is_not_there(found, world):
-    expected = {name: reference(name, world, transformer) for *_, name in MUTANTS.values()}
+def test_a_strategy_with_a_mistake_is_not_there(found):
     for mutant, (*_, name) in MUTANTS.items():
-        alike = (mutant, world) == ("one-sided", 2)  # of two workers, the other is counted twice
-        assert difference(found[world][mutant]["weights"], expected[name]) > 1e-6 or alike, mutant
+        expected = reference(name, 4, transformer)
+        assert difference(found[4][mutant]["weights"], expected) > 1e-6, mutant
 
 
 @pytest.mark.parametrize("world", [2, 4])

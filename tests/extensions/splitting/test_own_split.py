@@ -177,21 +177,33 @@ def losses(found: record.Record) -> list[float]:
     return [point["train_loss"] for point in found["score"]["per_epoch"]]
 
 
+#: The stream between layers by positions, too.
+ALONG = PLAN | {
+    "layers.0": "first", "layers.*.norm": "norm", "layers.*.norm_2": "norm", "last": "norm",
+}  # fmt: skip
+
+
 def test_divided_as_its_user_states_it_trains_as_one_process_does(cell, trained):
     """By data in the config, and by what names them in the user's code."""
     expected = losses(trained(cell("single", 1)))
+    along = {"sequence_parallel": True, "tensor_parallel_size": 2}
+    whole_layers = cell("pipeline", 2, microbatches=4)
+    by_positions = cell("tensor", 4, {"tensor_plan": ALONG}, **along)
+    made = {}
     for s in (
         cell("tensor", 2),
-        cell("tensor", 4, tensor_parallel_size=2),
-        cell("pipeline", 2, microbatches=4),
+        whole_layers,
         cell("pipeline", 2, {"pipeline_modules": "own_texts:PIECES"}, microbatches=4),
+        by_positions,
     ):
-        found = trained(s)
-        assert losses(found) == pytest.approx(expected, abs=1e-10)
-        fitted = footprint.make_footprint(
-            Request.from_settings(s, make_dataset_metadata("text", s.data_spec), False, s.gpus)
-        )
-        assert fitted.model_states_bytes["parameters_bytes"] > 0
+        made[s] = trained(s)
+        assert losses(made[s]) == pytest.approx(expected, abs=1e-12)
+    planned = footprint.make_footprint(planned_as(whole_layers))
+    assert planned.model_states_bytes["parameters_bytes"] > 0
+    planned, found = footprint.make_footprint(planned_as(by_positions)), made[by_positions]
+    assert planned.model_states_bytes == found["memory"]["model_states"]
+    sent_bytes = compute_wire_bytes(planned.collectives, 4, False, by_positions.per_worker_batch)
+    assert found["communication"]["sent_bytes_per_step"] == pytest.approx(sent_bytes)
 
 
 TORCHS = {
@@ -217,12 +229,12 @@ ROTARY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"by_name": True}])
-def test_what_is_called_with_more_than_its_input_is_divided(cell, trained, kwargs):
-    """As every attention with rotary tables is."""
-    stated = ROTARY | {"kwargs": kwargs}
-    expected = losses(trained(cell("single", 1, stated)))
-    assert losses(trained(cell("tensor", 2, stated))) == pytest.approx(expected, abs=1e-10)
+def test_what_is_called_with_more_than_its_input_is_divided(cell, trained):
+    """As every attention with rotary tables is, by position or by name."""
+    expected = losses(trained(cell("single", 1, ROTARY)))
+    for kwargs in ({}, {"by_name": True}):
+        stated = ROTARY | {"kwargs": kwargs}
+        assert losses(trained(cell("tensor", 2, stated))) == pytest.approx(expected, abs=1e-10)
 
 
 WRONG = {
@@ -254,27 +266,6 @@ def test_what_is_stated_wrongly_is_refused_before_any_job(cell, strategy, stated
     assert (
         said in check.dry_run_strategy(request, check.check_neural_network(request)).refusal_reason
     )
-
-
-#: The stream between layers by positions, too.
-ALONG = PLAN | {
-    "layers.0": "first", "layers.*.norm": "norm", "layers.*.norm_2": "norm", "last": "norm",
-}  # fmt: skip
-
-
-def test_the_stream_between_layers_is_divided_by_positions(cell, trained):
-    expected = losses(trained(cell("single", 1)))
-    stated = {"tensor_plan": ALONG}
-    for s in (
-        cell("tensor", 2, stated, sequence_parallel=True),
-        cell("tensor", 4, stated, sequence_parallel=True, tensor_parallel_size=2),
-    ):
-        found = trained(s)
-        assert losses(found) == pytest.approx(expected, abs=1e-12)
-        planned = footprint.make_footprint(planned_as(s))
-        assert planned.model_states_bytes == found["memory"]["model_states"]
-        sent_bytes = compute_wire_bytes(planned.collectives, s.gpus, False, s.per_worker_batch)
-        assert found["communication"]["sent_bytes_per_step"] == pytest.approx(sent_bytes)
 
 
 def planned_as(s: Settings) -> Request:
