@@ -118,8 +118,9 @@ ASLEEP = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_the_stage_at_work_is_ended_with_the_check(tmp_path, signum):
+def test_the_stage_at_work_is_ended_with_the_check(tmp_path):
+    """By SIGHUP: that of the launcher's signals which only a terminal's end sends."""
+    signum = signal.SIGHUP
     pids, out = tmp_path / "pids", tmp_path / "evidence.json"
     text = textwrap.dedent(ASLEEP).format(pids=str(pids))
     (tmp_path / "asleep.py").write_text(text, encoding="utf-8")
