@@ -141,7 +141,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
 
 def network() -> torch.nn.Module:
     torch.manual_seed(0)
-    return GPT(VOCABULARY, POSITIONS, layers=4, heads=4, width=12, tied=True).double()
+    return GPT(VOCABULARY, POSITIONS, layers=2, heads=4, width=12, tied=True).double()
 
 
 def settings_of(name: str, options: dict[str, Any], parts: int, world: int) -> Settings:
