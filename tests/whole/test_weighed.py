@@ -263,8 +263,9 @@ def unequal_shares(rank: int, world: int) -> dict[str, Any]:
 
 
 def tasks_of(case: str) -> list[str]:
-    """The tasks of a case: parts of a batch and the groups of layers treat any weight alike."""
-    return ["ignoring"] if "parts" in case or case in ("tensor", "zero1-torch") else [*TASKS]
+    """The tasks of a case: whole batches of most, and one case in parts, have weights that are no counts."""
+    counts = case in ("tensor", "zero1-torch") or ("parts" in case and case != "ddp, in parts")
+    return ["ignoring"] if counts else [*TASKS]
 
 
 def work(world: int, rank: int) -> dict[str, Any]:
