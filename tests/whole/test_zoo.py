@@ -355,10 +355,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "Unused": dict.fromkeys(DDP, "spare.weight, spare.bias got no gradient in a step"),
 }
 #: What draws random numbers in training.
-DRAWS = {"Dropout", "FunctionalDropout", "PythonNoise", "RandomRelu", "RecurrentDropout"}
-DRAWS |= {"AttendsDropout"}
-#: What the trial with real tensors finds as it finds `Dropout`, by the generator: only the check differs.
-DRAWS_ALIKE = {"FunctionalDropout", "RandomRelu", "RecurrentDropout", "AttendsDropout"}
+DRAWS = {"Dropout", "PythonNoise"}
 #: Of one with weights of its own on each worker, which claims no equality: what averages make of these.
 LOCAL_APART = {"MaxNorm", "Routed", "Branches"}
 #: What each worker of servers has by the batches that it was handed.
@@ -411,7 +408,7 @@ def test_so_does_the_rest_of_the_zoo_under_every_strategy(tmp_path):
         (name, way, "")
         for name in zoo.NETWORKS
         for way in sorted(ways_of(name))
-        if (name, way) not in quick and name not in DRAWS_ALIKE
+        if (name, way) not in quick
     ]
     check_all(trained(rest, tmp_path))
 
@@ -496,6 +493,15 @@ def test_fake_tensors_pass_again_only_where_numbers_of_python_or_numpy_are_drawn
             found = trial.find_randomly_called_modules(model, torch.zeros(2, 1, 4, 4), changes)
     assert found == names
     assert len(drawn) == passes
+
+
+@pytest.mark.parametrize("kind", [zoo.Layers, zoo.Dropout, *zoo.DRAWING])
+def test_fake_tensors_tell_who_draws_random_numbers(kind):
+    """`Layers` has the same operators with nothing to drop."""
+    with generators.preserve_random_generators(), FakeTensorMode(allow_non_fake_inputs=True):
+        x, y = torch.zeros(2, 1, 4, 4), torch.zeros(2, dtype=torch.int64)
+        found = trial.run_trial_steps("it", kind(CLASSES), x, y, [2, CLASSES], (), CLASSES)
+    assert found.forward_draws_random_numbers == (kind is not zoo.Layers)
 
 
 @pytest.mark.slow
