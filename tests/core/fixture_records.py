@@ -273,10 +273,10 @@ def timeline_of(
 
 def timeline_text(rows: list[dict[str, Any]]) -> str:
     """Samples as the text of a timeline.csv."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, (*SAMPLE_COLUMNS, "phase"), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+    out, columns = io.StringIO(), (*SAMPLE_COLUMNS, "phase")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([row.get(column, "") for column in columns] for row in rows)
     return out.getvalue()
 
 

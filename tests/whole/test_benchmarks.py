@@ -20,7 +20,7 @@ SHORT = f"""
 import sys
 sys.path.insert(0, {str(FOLDER / "speed")!r})
 import overhead
-overhead.WORKLOADS = {{name: w._replace(steps=2) for name, w in overhead.WORKLOADS.items()}}
+overhead.WORKLOADS = {{name: overhead.WORKLOADS[name]._replace(steps=2) for name in ("mlp", "gpt")}}
 if __name__ == "__main__":  # its processes import this, too
     overhead.main()
 """
@@ -64,7 +64,7 @@ def test_the_training_loops_overhead_can_be_measured(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "overhead-1-process.md").read_text()
-    assert page.count("| ours | ") == page.count("## ") == 3
+    assert page.count("| ours | ") == page.count("## ") == 2
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ DATASETS = {
 WORKLOADS = [
     {"gpus": [gpus], "models": [model], "dataset": dataset, "optimizer": optimizer}
     for gpus, optimizer, (model, dataset) in itertools.product(
-        (2, 1, 4), ("sgd", "adamw"), (("gpt-compact", "text"), ("vgg-compact", "images"))
+        (2, 1, 4), ("sgd", "adamw"), (("vgg-compact", "images"), ("gpt-compact", "text"))
     )
 ]
 LR = {"sgd": 0.05, "adamw": 0.005}
@@ -196,7 +196,7 @@ def late(monkeypatch, tmp_path: Path) -> Path:
     """Registers `late_gradients.Late`, here and in a copy of the workflow, whose folder this is."""
     monkeypatch.setitem(REGISTRY, "late", "late_gradients:Late")
     copy = tmp_path / "code" / "workflow"
-    shutil.copytree(WORKFLOW, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(WORKFLOW, copy, ignore=shutil.ignore_patterns("*.pyc.*"))
     strategies = copy / "stratbench" / "strategies"
     shutil.copy(Path(__file__).with_name("late_gradients.py"), strategies)
     registry = (strategies / "__init__.py").read_text(encoding="utf-8")

@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -28,6 +30,7 @@ from stratbench.train.job import Job  # noqa: E402
 from stratbench.workload.data.prepared import read_verified_metadata  # noqa: E402
 
 
+@cache
 def all_imports() -> dict[str, set[str]]:
     """Modules and rules files, each with the modules that it imports or starts."""
     imports = {name: set(targets) for name, targets in architecture.graph().items()}
@@ -92,19 +95,33 @@ def test_imports_are_judged_by_who_may_be_deleted(importer, imported, is_forbidd
 
 # ---------------------------------------------------------------- deleting from a copy
 
-#: Loads each study of config.yaml alone; prints the cells' settings by study, or why a study is refused.
+#: Loads each study of config.yaml alone, in each folder that its arguments name. Prints by folder and study
+#: the settings of cells, or why the study is refused. What all folders need is imported once; each is then
+#: read by a process that is forked from this one.
 LOADS = """
-import json, yaml
-from stratbench.study.config.config import load_config
-from stratbench.study.config.messages import ConfigError
-raw, found = yaml.safe_load(open("config.yaml")), {}
-for name, study in raw["studies"].items():
-    try:
-        _, loaded = load_config(raw | {"study": name, "studies": {name: study}})
-        found[name] = [loaded.settings(cell).as_json() for cell in loaded.cells]
-    except ConfigError as error:
-        found[name] = str(error)
-print(json.dumps(found))
+import json, os, sys
+import fastjsonschema, jsonschema, yaml
+
+def load(folder):
+    sys.path.insert(0, folder + "/workflow")
+    from stratbench.study.config.config import load_config
+    from stratbench.study.config.messages import ConfigError
+    raw, found = yaml.safe_load(open(folder + "/config.yaml")), {}
+    for name, study in raw["studies"].items():
+        # Repeats differ in their seeds alone.
+        given = raw | {"study": name, "studies": {name: study | {"repeats": 1}}}
+        try:
+            _, loaded = load_config(given)
+            found[name] = [loaded.settings(cell).as_json() for cell in loaded.cells]
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+for folder in sys.argv[1:]:
+    if (pid := os.fork()) == 0:
+        print(json.dumps([folder, load(folder)]), flush=True)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, folder
 """
 
 
@@ -122,11 +139,14 @@ def with_those_that_need(name: str) -> set[str]:
 WHOLE = {name: with_those_that_need(name) for name in load_extensions()}
 
 
+#: What another process is about to compile.
+UNFINISHED = shutil.ignore_patterns("*.pyc.*")
+
+
 def copy_without(gone: set[str], root: Path) -> None:
-    """Copy the workflow without some extensions to a folder."""
+    """Copy the workflow without some extensions to a folder; what is compiled stays so."""
     for name in ("workflow", "profiles", "envs"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, root / name, ignore=ignored)
+        shutil.copytree(ROOT / name, root / name, ignore=UNFINISHED)
     for name in ("Snakefile", "config.yaml"):
         shutil.copy(ROOT / name, root)
     package = root / "workflow/stratbench"
@@ -152,59 +172,60 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def load(folder: Path) -> dict[str, list[str] | str]:
-    """Run LOADS on the config.yaml in a folder."""
-    done = run(folder, "-c", LOADS)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+#: Of an extension: what a config has that needs it, and how the config is refused.
+NEEDING: dict[str, tuple[dict[str, Any], str]] = {
+    "libraries": (
+        {"models": {"mine": {"transformers": "LlamaForCausalLM"}}},
+        "models.mine.transformers = 'LlamaForCausalLM': needs the extension `libraries`, which "
+        "this installation does not have; restore it, or build the model by a function of your own "
+        "(`call`)",
+    ),
+    "labelled": (
+        {"datasets": {"mine": {"waveforms": "sounds"}}},
+        "datasets.mine: data set 'mine': waveforms: needs the extension `labelled`, which this "
+        "installation does not have; restore it, or return arrays by a function of your own (`call`)",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, list[str] | str]:
-    return load(ROOT)
+def loaded(tmp_path_factory) -> dict[str, dict[str, list[str] | str]]:
+    """What LOADS says of the workflow, of it without each extension, and of each config of NEEDING."""
+    root = tmp_path_factory.mktemp("without")
+    folders = {"": ROOT} | {name: root / name for name in WHOLE}
+    for name, gone in WHOLE.items():
+        copy_without(gone, folders[name])
+    config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
+    config["studies"] = {"demo": config["studies"]["demo"]}
+    for name, (entries, _) in NEEDING.items():
+        asked = folders[f"{name} is needed"] = root / f"{name} is needed"
+        asked.mkdir()
+        (asked / "workflow").symlink_to(folders[name] / "workflow")
+        given = config | {block: config.get(block, {}) | added for block, added in entries.items()}
+        (asked / "config.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    done = run(root, "-c", LOADS, *map(str, folders.values()))
+    assert done.returncode == 0, done.stderr
+    found = dict(map(json.loads, done.stdout.splitlines()))
+    return {name: found[str(folder)] for name, folder in folders.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
-def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, trained, tmp_path):
-    copy_without(WHOLE[name], tmp_path)
+def test_without_an_extension_a_study_trains_the_same_or_is_refused(name, loaded):
     strategies = {s for gone in WHOLE[name] for s in load_extensions()[gone].strategies}
-    for study, found in load(tmp_path).items():
+    for study, found in loaded[name].items():
         if isinstance(found, str):
             named = re.findall(r" = '(.+?)': is not a strategy", found)
             assert named
             assert set(named) <= strategies
         else:
-            assert found == trained[study], "deleting an extension would train cells anew"
+            assert found == loaded[""][study], "deleting an extension would train cells anew"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "entries", "refusal"),
-    [
-        (
-            "libraries",
-            {"models": {"mine": {"transformers": "LlamaForCausalLM"}}},
-            "models.mine.transformers = 'LlamaForCausalLM': needs the extension `libraries`, which "
-            "this installation does not have; restore it, or build the model by a function of your own "
-            "(`call`)",
-        ),
-        (
-            "labelled",
-            {"datasets": {"mine": {"waveforms": "sounds"}}},
-            "datasets.mine: data set 'mine': waveforms: needs the extension `labelled`, which this "
-            "installation does not have; restore it, or return arrays by a function of your own (`call`)",
-        ),
-    ],
-)
-def test_what_needs_a_deleted_extension_is_refused_in_a_sentence(name, entries, refusal, tmp_path):
-    copy_without({name}, tmp_path)
-    config = yaml.safe_load((ROOT / "config.yaml").read_text(encoding="utf-8"))
-    config["studies"] = {"demo": config["studies"]["demo"]}
-    for block, added in entries.items():
-        config[block] = config.get(block, {}) | added
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    assert load(tmp_path) == {"demo": f"config: {refusal}"}
+@pytest.mark.parametrize("name", NEEDING)
+def test_what_needs_a_deleted_extension_is_refused_in_a_sentence(name, loaded):
+    assert loaded[f"{name} is needed"] == {"demo": f"config: {NEEDING[name][1]}"}
 
 
 @pytest.mark.slow
@@ -228,17 +249,48 @@ def test_without_any_extension_the_demo_is_planned_and_reported(tmp_path):
     assert run(tmp_path, "-m", "stratbench.command", "--help").returncode == 0
 
 
+def reached_from(path: Path) -> set[str]:
+    """Modules of the package that a file of tests and its helpers import, and all that these import."""
+    imports, known = all_imports(), architecture.modules()
+    helpers = {
+        p.stem: p for p in (*(ROOT / "tests").glob("*.py"), *(ROOT / "tests/core").glob("*.py"))
+    }
+    files, reached = [path], set()
+    for file in files:  # it grows meanwhile
+        reached |= architecture.imports(file, known)
+        named = architecture.names_imported(file, file.read_text(encoding="utf-8"))
+        files += [p for name, p in helpers.items() if name in named and p not in files]
+    left = list(reached)
+    while left:
+        more = imports.get(left.pop(), set()) - reached
+        reached |= more
+        left += more
+    return reached
+
+
+def files_that_extensions_reach() -> list[str]:
+    """Files of the core's tests with code that asks which extensions there are.
+
+    `workload` asks only for what a config names of them: NEEDING has both cases.
+    """
+    asking = {name for name, targets in all_imports().items() if "cell.extensions" in targets}
+    asking = {name for name in asking if not name.startswith(("workload.", "extensions."))}
+    files = sorted((ROOT / "tests/core").glob("test_*.py"))
+    return [f"tests/core/{path.name}" for path in files if asking & reached_from(path)]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_core_passes_its_quick_tests_without_any_extension(tmp_path):
     """A test that names a key of an extension belongs to the tests of that extension."""
     copy_without(set(load_extensions()), tmp_path)
     for name in ("docs", "benchmarks/statistics", "tests/core"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=UNFINISHED)
     for path in (ROOT / "pyproject.toml", *(ROOT / "tests").glob("*.py")):
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
-    done = run(tmp_path, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:xdist", "tests/core")
+    files = files_that_extensions_reach()
+    assert {"tests/core/test_config.py", "tests/core/test_launch.py"} < set(files)
+    done = run(tmp_path, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:xdist", *files)
     assert done.returncode == 0, done.stdout
 
 

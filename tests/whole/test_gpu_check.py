@@ -81,7 +81,7 @@ def test_what_needs_no_gpu_holds(tmp_path):
     assert "no GPU" in output
     assert all(output.count(f"PASSED  {name}") == 1 for name in stages)
     matrix = evidence["stages"]["matrix"]["checks"]
-    assert sum("is single" in check["what"] for check in matrix) == 2 * 2 * 4
+    assert sum("is single" in check["what"] for check in matrix) == 2 * 4
     assert any("NCCL" in what for what in evidence["unproven"])
     assert "stage cells: not asked for" in evidence["unproven"]
     assert evidence["git"]["revision"]
@@ -118,8 +118,9 @@ ASLEEP = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_the_stage_at_work_is_ended_with_the_check(tmp_path, signum):
+def test_the_stage_at_work_is_ended_with_the_check(tmp_path):
+    """By SIGHUP: that of the launcher's signals which only a terminal's end sends."""
+    signum = signal.SIGHUP
     pids, out = tmp_path / "pids", tmp_path / "evidence.json"
     text = textwrap.dedent(ASLEEP).format(pids=str(pids))
     (tmp_path / "asleep.py").write_text(text, encoding="utf-8")

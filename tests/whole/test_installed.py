@@ -65,7 +65,16 @@ class Installed:
         [self.packages] = (folder / "venv/lib").glob("python*/site-packages")
         (self.packages / "shared.pth").write_text(sysconfig.get_paths()["purelib"])
         subprocess.run(
-            (*pip, "--python", self.python, "install", "--no-deps", "--no-index", self.wheel),
+            (
+                *pip,
+                "--python",
+                self.python,
+                "install",
+                "--no-compile",
+                "--no-deps",
+                "--no-index",
+                self.wheel,
+            ),
             check=True,
             timeout=LIMIT_S,
         )

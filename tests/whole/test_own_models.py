@@ -178,11 +178,10 @@ def test_a_scan_finds_torchvisions_classification_networks_and_imports_nothing()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=env)
 
 
-#: One of each kind, and those that need something of their own.
+#: One that needs nothing, those that need arguments or sizes of their own, one whose blocks own parameters,
+#: and one that reads its children's weights.
 OF_TORCHVISION = (
-    "alexnet", "convnext_tiny", "efficientnet_b0", "googlenet", "inception_v3", "maxvit_t",
-    "mnasnet0_5", "mobilenet_v3_small", "regnet_y_400mf", "resnet18", "shufflenet_v2_x0_5",
-    "squeezenet1_0", "swin_t", "swin_v2_t", "vgg11_bn", "vit_b_32", "vit_h_14",
+    "resnet18", "alexnet", "googlenet", "inception_v3", "maxvit_t", "vit_h_14", "convnext_tiny", "swin_t",
 )  # fmt: skip
 
 

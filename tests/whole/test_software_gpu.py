@@ -62,9 +62,9 @@ def test_an_environment_has_it_where_its_libraries_are(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mark", [told_by_launcher, told_by_uuid])
-def test_its_records_are_used_nowhere_and_the_others_are(tmp_path, mark):
-    page = write_page(tmp_path, CELLS, change=only_ddp(mark), timelines=True, options=["--partial"])
+def test_its_records_are_used_nowhere_and_the_others_are(tmp_path):
+    change = only_ddp(told_by_uuid)
+    page = write_page(tmp_path, CELLS, change=change, timelines=True, options=["--partial"])
     folder = page.parent
     cells = pd.read_csv(folder / "cells.csv")
     ddp, others = cells[cells["strategy"] == "ddp"], cells[cells["strategy"] != "ddp"]

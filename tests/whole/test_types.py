@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -49,10 +50,10 @@ def count_errors(printed: str) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_mypy_finds_no_more_errors_than_before(tmp_path: Path) -> None:
+def test_mypy_finds_no_more_errors_than_before() -> None:
     pytest.importorskip("mypy")
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--cache-dir", tmp_path],
+        [sys.executable, "-m", "mypy", "--cache-dir", os.devnull],
         cwd=ROOT,
         text=True,
         capture_output=True,

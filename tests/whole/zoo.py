@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, weight_norm
+from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 12
@@ -283,21 +283,14 @@ class MaxNorm(Base):
 
 
 class FromPython(Base):
-    """Initial weights from Python's generator."""
+    """Initial weights from Python's and numpy's generators."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
         drawn = [[random.gauss(0, 0.2) for _ in range(WIDTH)] for _ in range(WIDTH)]
         with torch.no_grad():
             self.mid.weight.copy_(torch.tensor(drawn))
-
-
-class FromNumpy(Base):
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        drawn = np.random.normal(0, 0.2, (WIDTH, WIDTH))
-        with torch.no_grad():
-            self.mid.weight.copy_(torch.from_numpy(drawn))
+            self.mid.bias.copy_(torch.from_numpy(np.random.normal(0, 0.2, WIDTH)))
 
 
 class FromOutside(Base):
@@ -374,29 +367,11 @@ class OnceReentrant(Base):
 # --- layers of PyTorch ----------------------------------------------------------------------------
 
 
-class Recurrent(Base):
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.stem = nn.Identity()
-        self.gru = nn.GRU(4, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.mid(self.gru(x[:, 0])[0][:, -1]).relu())
-
-
-class RecurrentDropout(Recurrent):
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.gru = nn.GRU(4, WIDTH, num_layers=2, dropout=0.5, batch_first=True)
-
-
-class Attends(Base):
-    dropout = 0.0
-
+class AttendsDropout(Base):
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
         self.stem, self.embed = nn.Identity(), nn.Linear(4, WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=self.dropout, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.3, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x[:, 0])
@@ -404,18 +379,36 @@ class Attends(Base):
         return self.head(self.mid(h.mean(1)).relu())
 
 
-class AttendsDropout(Attends):
-    dropout = 0.3
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g
 
 
-class Embeds(Base):
+class Layers(Base):
+    """Layers that ask nothing of a strategy, and an autograd function of the user's own."""
+
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
-        self.stem, self.table = nn.Identity(), nn.Embedding(8, WIDTH)
+        self.conv, self.stem = nn.Conv2d(1, 3, 3, padding=1), nn.Linear(48, WIDTH)
+        self.norm, self.instead = nn.GroupNorm(3, WIDTH), nn.LayerNorm(WIDTH)
+        self.table = nn.Embedding(8, WIDTH)
+        self.gru = nn.GRU(4, WIDTH, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def change(self, h: Tensor) -> Tensor:
+        return Doubling.apply(self.instead(self.norm(h)))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.table((x.flatten(1) > 0).long() + 2).mean(1)
-        return self.head(self.mid(h).relu())
+        h = self.change(self.stem(self.conv(x).flatten(1)).relu())
+        h = h + self.table((x.flatten(1) > 0).long() + 2).mean(1)
+        rows = self.gru(x[:, 0])[0]
+        rows = rows + self.attention(rows, rows, rows, need_weights=False)[0]
+        return self.head(self.mid(h + rows.mean(1)).relu())
 
 
 class Complex(Base):
@@ -439,17 +432,6 @@ class Parametrized(Base):
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
         parametrizations.weight_norm(self.mid)
-
-
-class Symmetric(nn.Module):
-    def forward(self, w: Tensor) -> Tensor:
-        return w.triu() + w.triu(1).mT
-
-
-class OwnParametrization(Base):
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        parametrize.register_parametrization(self.mid, "weight", Symmetric())
 
 
 class Expanded(Base):
@@ -487,16 +469,12 @@ class Attribute(Base):
 
 
 class Experts(Base):
-    """Each expert computes every sample, and the gate weighs them."""
+    """Several layers, and a gate that chooses among them."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.gate = nn.Linear(WIDTH, 4)
-
-    def change(self, h: Tensor) -> Tensor:
-        share = self.gate(h).softmax(-1)
-        return sum(share[:, i, None] * e(h) for i, e in enumerate(self.experts))
 
 
 class Routed(Experts):
@@ -549,47 +527,16 @@ class Unused(Base):
         self.spare = nn.Linear(WIDTH, WIDTH)
 
 
-class Convolves(Base):
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.conv = nn.Conv2d(1, 3, 3, padding=1)
-        self.stem = nn.Linear(48, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.conv(x).relu())
-
-
-class Grouped(Base):
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.norm, self.instead = nn.GroupNorm(3, WIDTH), nn.LayerNorm(WIDTH)
-
-    def change(self, h: Tensor) -> Tensor:
-        return self.instead(self.norm(h))
-
-
-class Doubling(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 2 * g
-
-
-class OwnFunction(Base):
-    def change(self, h: Tensor) -> Tensor:
-        return Doubling.apply(h)
-
-
+#: Those that draw as `Dropout` does where tensors are real, each by another operator where they are fake.
+DRAWING = (FunctionalDropout, RandomRelu, AttendsDropout)
 NETWORKS: dict[str, type[nn.Module]] = {
     name: kind
     for name, kind in list(globals().items())
     if isinstance(kind, type)
     and issubclass(kind, nn.Module)
     and kind.__module__ == __name__
-    and name not in ("Base", "Symmetric", "FromOutside")
+    and name not in ("Base", "Experts", "FromOutside")
+    and kind not in DRAWING
 }
 
 

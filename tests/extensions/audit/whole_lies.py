@@ -92,6 +92,7 @@ def study_of(
     model: str = "resnet50",
     device: str = "cuda",
     study: str = "constructed",
+    period_s: float = 1.0,
     **how: Any,
 ) -> Study:
     """An honest study whose records `change` alters before the samples are taken."""
@@ -102,7 +103,7 @@ def study_of(
         change(record)
         place = cell.strategy, cell.gpus, cell.repeat
         made.records[place] = record
-        made.sample(place, **how)
+        made.sample(place, period_s=period_s, **how)
     return made
 
 
