@@ -24,7 +24,7 @@ from stratbench.workload.network import models
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 SGD = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 STRATEGIES = ("single", "fsdp", "zero1-torch", "local-sgd")
-TOKENS, MODEL = 10, "gpt-compact"
+TOKENS, MODEL = 10, "small text"
 
 
 @pytest.fixture
@@ -39,8 +39,9 @@ def alone(tmp_path):
 def set_up(request, dtype: torch.dtype) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
-    model = models.build_model_for_training(MODEL, TOKENS, request.input_shape, 0, device, dtype)
-    groups = models.list_shard_groups(MODEL, model)
+    source = request.model_source
+    model = models.build_model_for_training(source, TOKENS, request.input_shape, 0, device, dtype)
+    groups = models.list_shard_groups(source, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     return strategy
 

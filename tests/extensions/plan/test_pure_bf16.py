@@ -19,7 +19,7 @@ from stratbench.workload.data.device_data import make_example_batch
 from stratbench.workload.network import models
 from stratbench.workload.network.precision import get_autocast_dtype, get_weights_dtype
 
-TOKENS, MODEL, POSITIONS = 10, "gpt-compact", 64
+TOKENS, MODEL, POSITIONS = 10, "small text", 64
 TRAINED = ("ddp", "fsdp", "zero1", "zero1-torch", "local-sgd", "diloco", "gossip")
 PRECISION = "bf16-true"
 
@@ -28,8 +28,9 @@ def set_up(request) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     dtype = get_weights_dtype(request.settings.precision)
-    model = models.build_model_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
-    place = device, RunFolder(Path()), models.list_shard_groups(MODEL, model)
+    source = request.model_source
+    model = models.build_model_for_training(source, TOKENS, (POSITIONS,), 0, device, dtype)
+    place = device, RunFolder(Path()), models.list_shard_groups(source, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, *place))
     return strategy
 
@@ -43,9 +44,10 @@ def batch(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_it_is_a_plain_loop_over_a_model_in_bfloat16():
-    made = set_up(request_for("single", MODEL, 1, precision=PRECISION, **ADAMW))
+    request = request_for("single", MODEL, 1, precision=PRECISION, **ADAMW)
+    made = set_up(request)
     plain = models.build_model_for_training(
-        MODEL, TOKENS, (POSITIONS,), 0, torch.device("cpu"), torch.bfloat16
+        request.model_source, TOKENS, (POSITIONS,), 0, torch.device("cpu"), torch.bfloat16
     )
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0, fused=True)
     x, y = batch(8)
