@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import forking
 from test_plan_footprint import ADAMW, changed, request_for
 
+from launching import LIMIT_S
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
@@ -122,20 +121,15 @@ def test_adamw_by_foreach_takes_a_copy_of_what_a_gpu_trains():
 @pytest.mark.slow
 def test_torchs_own_zero_is_planned_in_a_process_of_its_own():
     """It compiles torch's functional optimizers where it is first imported."""
-    requests = [
-        request_for("zero1-torch", MODEL, 2, optimizer_impl=implementation, **ADAMW).as_dict()
-        for implementation in IMPLEMENTATIONS
-    ]
-    program = f"""
-import json
-from stratbench.cell.settings import Settings
-from stratbench.extensions.plan.footprint import footprint
-from stratbench.extensions.plan.footprint.request import Request
+    process = forking().Process(target=plan_torchs_zero, daemon=True)
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 0
 
-for fields in json.loads({json.dumps(json.dumps(requests))}):
-    settings = Settings(**fields.pop("settings"))
-    fields["input_shape"] = tuple(fields["input_shape"])
-    footprint.make_footprint(Request(settings=settings, **fields))
-"""
-    path = {"PYTHONPATH": str(Path(footprint.__file__).parents[4])}
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | path)
+
+def plan_torchs_zero() -> None:
+    assert "torch.distributed.optim" not in sys.modules
+    for implementation in IMPLEMENTATIONS:
+        request = request_for("zero1-torch", MODEL, 2, optimizer_impl=implementation, **ADAMW)
+        footprint.make_footprint(request)
+    assert "torch.distributed.optim" in sys.modules

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from browser import Browser
 from browser_fixtures import browser  # noqa: F401
+from test_plan_footprint import describe_gpt
 
 from stratbench.cell.text.words import COLUMNS, format_bytes
 from stratbench.extensions.plan import check, public_runs, schedule
@@ -42,7 +43,7 @@ RESIDUAL = IMAGES | {"models": ["resnet-compact"]}
 TEXT = IMAGES | {
     "dataset": "words",
     "strategies": ["ddp", "tensor", "pipeline", "fsdp", "fsdp-policy"],
-    "models": ["gpt-compact"],
+    "models": ["small"],
     "gpus": [2],
     "optimizer": "adamw",
     "data_placement": "host",
@@ -83,6 +84,7 @@ def config_of(
             "pictures": {"source": "synthetic", "train_samples": 600_000, "size": 64},
             "words": {"source": "markov-text", "train_samples": 600_000},
         },
+        "models": {"small": describe_gpt(2, 128)},
         "studies": {
             "s": {
                 "variants": variants,
