@@ -198,10 +198,11 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(
 
 
 def test_every_fourth_block_is_checkpointed_where_all_are_followed(monkeypatch):
-    request = request_of(WIDE, "single", activation_checkpointing="every-4")
+    request, few = request_of(WIDE, "single", activation_checkpointing="every-4"), []
+    monkeypatch.setattr(drawn_out, "extrapolate_footprint_to_all_blocks", lambda *_: few.append(_))
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
-    blocks = blocks_of(WIDE)
-    assert make_footprint_from_few_blocks(request, None, blocks) == (request, None)
+    asked = make_footprint_from_few_blocks(request, None, blocks_of(WIDE))
+    assert (asked, few) == ((request, None), [])
 
 
 def layers(count: int = 8, **given) -> nn.ModuleList:

@@ -257,7 +257,7 @@ def peak_of(request: Request, batch: int) -> int:
     ],
 )
 def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
-    batch = 24
+    batch = 5
     request = request_for("single", model, workers=1, activation_checkpointing=mode)
     predicted = planned(request).compute_training_peak(batch)
 
