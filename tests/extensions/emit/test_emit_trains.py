@@ -49,11 +49,12 @@ ADAMW = {"optimizer": "adamw", "momentum": 0.0, "betas": [0.8, 0.99], "eps": 1e-
 CELLS = {
     "ddp": ("ddp", {}, {}),
     "ddp-harder": ("ddp", {"bucket_cap_mb": 1}, {**HARDER, "augment": True}),
-    "fsdp-harder": ("fsdp", {"reshard_after_forward": "never"}, HARDER),
-    "fsdp-adamw-host": ("fsdp", {"offload": "cpu"}, {**ADAMW, "data_placement": "host",
-    "max_grad_norm": 0.5}),
-    "fsdp-layers": ("fsdp", {}, {"model": "vgg-compact"}),
-    "fsdp-groups": ("fsdp", {"shard_group_size": 1}, HARDER),
+    "fsdp-harder": ("fsdp", {"reshard_after_forward": "never", "shard_group_size": 1}, HARDER),
+    "fsdp-layers-adamw-host": (
+        "fsdp",
+        {"offload": "cpu"},
+        {**ADAMW, "model": "vgg-compact", "data_placement": "host", "max_grad_norm": 0.5},
+    ),
     "fsdp-selective": (
         "fsdp",
         {"gradient_sync": "last-part"},

@@ -41,7 +41,7 @@ from stratbench.workload.tasks import Classification
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-STEPS, CLASSES, SHAPE = 3, 10, (1, 8, 8)
+STEPS, CLASSES, SHAPE = 2, 10, (1, 8, 8)
 #: name in the table -> strategy, options given, class names in `wrap_classes`
 WAYS = {
     "ddp": ("ddp", {}, ["Block"]),
@@ -468,8 +468,9 @@ def check_tasks(folder: Path, monkeypatch: pytest.MonkeyPatch, **blocks: dict) -
     return check.check_study(config, study)
 
 
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("bad", BAD_TASKS)
+@pytest.mark.parametrize(
+    ("bad", "first"), [("Nameless", True), ("OneScore", False), ("Losses", True)]
+)
 def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypatch, bad, first):
     blocks = {"x": {}, "y": {"task": bad}, "z": {"task": "Good"}}
     blocks = dict(sorted(blocks.items(), reverse=first))

@@ -26,7 +26,7 @@ from stratbench.workload.network.precision import get_weights_dtype
 from stratbench.workload.tasks import NextToken
 from stratbench.workload.users_code import Refused
 
-TOKENS, MODEL, POSITIONS = 10, "gpt-compact", 64
+TOKENS, MODEL, POSITIONS = 10, "small text", 64
 
 
 class Capped(nn.Module):
@@ -46,8 +46,9 @@ def set_up(request) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
     dtype = get_weights_dtype(request.settings.precision)
-    model = models.build_model_for_training(MODEL, TOKENS, (POSITIONS,), 0, device, dtype)
-    place = device, RunFolder(Path()), models.list_shard_groups(MODEL, model)
+    source = request.model_source
+    model = models.build_model_for_training(source, TOKENS, (POSITIONS,), 0, device, dtype)
+    place = device, RunFolder(Path()), models.list_shard_groups(source, model)
     worker = base.Worker(
         request.settings, 0, 1, 1, *place, task=NextToken(), input_shape=(POSITIONS,)
     )
@@ -140,7 +141,7 @@ def test_settings_that_save_memory_go_together(start_cell, warm, tmp_path):
     prepare_data_set("text", tmp_path / "text", spec=spec)
     data_spec = prepared.read_unverified_metadata(tmp_path / "text")["spec"]
     s = settings(
-        "fsdp", model=MODEL, dataset="text", data_spec=data_spec, gradient_accumulation_steps=2,
+        "fsdp", model="gpt-compact", dataset="text", data_spec=data_spec, gradient_accumulation_steps=2,
         loss_chunks=3,
         activation_checkpointing="selective", precision="bf16-true", optimizer_impl="foreach",
         optimizer="adamw", momentum=0.0, betas=[0.9, 0.99], eps=1e-8, max_grad_norm=1.0,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from test_plan_footprint import describe_gpt
 from torch import nn
 
 import stratbench
@@ -52,7 +52,8 @@ def small(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(small):
     first = []
-    answer = answer_model_question(CONFIG | {"results": "results"}, QUESTION, first.append)
+    config = CONFIG | {"results": "results", "models": {"small": describe_gpt(2, 128)}}
+    answer = answer_model_question(config, replace(QUESTION, model="small"), first.append)
     assert {c.strategy for c in first[0].strategy_answers} == {"fsdp-zero3"}
     found = {(c.strategy, c.uses_checkpointing): c for c in answer.strategy_answers}
     names = {"fsdp-zero3", "ddp", "tensor-2", "tensor-2-sequence", "pipeline-2"}
@@ -77,7 +78,7 @@ def test_each_strategy_has_the_largest_batch_that_fits_its_memory_and_its_rate(s
         whole, divided = (found[f"tensor-2{s}", checkpointing] for s in ("", "-sequence"))
         assert divided.micro_batch > whole.micro_batch
     text = format_model_answer(answer)
-    assert "gpt-compact (" in text.splitlines()[0]
+    assert "small (" in text.splitlines()[0]
     assert "on 2 x A10G 24 GiB: texts of 64 tokens, adamw, bf16" in text.splitlines()[0]
     best = answer.strategy_answers[0]
     assert f"{best.strategy} fits with {best.micro_batch} texts at once" in text.replace("\n ", "")
@@ -290,10 +291,8 @@ def test_a_larger_batch_and_the_largest_are_estimated_alike():
 
 @pytest.mark.slow
 def test_equal_blocks_of_a_module_are_followed_once(monkeypatch):
-    layer = partial(nn.TransformerEncoderLayer, 32, 4, 64, batch_first=True)
-    model = nn.Sequential(
-        nn.Embedding(64, 32), nn.Sequential(*(layer() for _ in range(10))), nn.Linear(32, 64)
-    )
+    blocks = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.ReLU()) for _ in range(10))
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Sequential(*blocks), nn.Linear(32, 64))
     followed = []
     original = drawn_out.extrapolate_footprint_to_all_blocks
     monkeypatch.setattr(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import forking
 from test_plan_footprint import ADAMW, changed, request_for
 
+from launching import LIMIT_S
 from stratbench.cell.run_folder import RunFolder
 from stratbench.extensions.plan.footprint import footprint
 from stratbench.extensions.plan.footprint.trace import OperatorTrace
@@ -24,7 +23,7 @@ from stratbench.workload.network import models
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 SGD = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
 STRATEGIES = ("single", "fsdp", "zero1-torch", "local-sgd")
-TOKENS, MODEL = 10, "gpt-compact"
+TOKENS, MODEL = 10, "small text"
 
 
 @pytest.fixture
@@ -39,8 +38,9 @@ def alone(tmp_path):
 def set_up(request, dtype: torch.dtype) -> collective.Collective:
     cls = get_strategy_class(request.strategy)
     strategy, device = cls(cls.Options(**request.options)), torch.device("cpu")
-    model = models.build_model_for_training(MODEL, TOKENS, request.input_shape, 0, device, dtype)
-    groups = models.list_shard_groups(MODEL, model)
+    source = request.model_source
+    model = models.build_model_for_training(source, TOKENS, request.input_shape, 0, device, dtype)
+    groups = models.list_shard_groups(source, model)
     strategy.setup(model, base.Worker(request.settings, 0, 1, 1, device, RunFolder(Path()), groups))
     return strategy
 
@@ -121,20 +121,15 @@ def test_adamw_by_foreach_takes_a_copy_of_what_a_gpu_trains():
 @pytest.mark.slow
 def test_torchs_own_zero_is_planned_in_a_process_of_its_own():
     """It compiles torch's functional optimizers where it is first imported."""
-    requests = [
-        request_for("zero1-torch", MODEL, 2, optimizer_impl=implementation, **ADAMW).as_dict()
-        for implementation in IMPLEMENTATIONS
-    ]
-    program = f"""
-import json
-from stratbench.cell.settings import Settings
-from stratbench.extensions.plan.footprint import footprint
-from stratbench.extensions.plan.footprint.request import Request
+    process = forking().Process(target=plan_torchs_zero, daemon=True)
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 0
 
-for fields in json.loads({json.dumps(json.dumps(requests))}):
-    settings = Settings(**fields.pop("settings"))
-    fields["input_shape"] = tuple(fields["input_shape"])
-    footprint.make_footprint(Request(settings=settings, **fields))
-"""
-    path = {"PYTHONPATH": str(Path(footprint.__file__).parents[4])}
-    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | path)
+
+def plan_torchs_zero() -> None:
+    assert "torch.distributed.optim" not in sys.modules
+    for implementation in reversed(IMPLEMENTATIONS):  # what reads its count of steps comes first
+        request = request_for("zero1-torch", MODEL, 2, optimizer_impl=implementation, **ADAMW)
+        footprint.make_footprint(request)
+    assert "torch.distributed.optim" in sys.modules

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
-from test_plan_footprint import ADAMW, SMALL, request_for
+from test_plan_footprint import ADAMW, SMALL, describe_gpt, request_for
 from torch import nn
 
 from stratbench.extensions.plan.footprint import drawn_out, equal_blocks, fake
@@ -31,13 +32,13 @@ from stratbench.extensions.plan.footprint.request import Request
 pytestmark = pytest.mark.timeout(300)
 
 LAYERS = equal_blocks.MIN_BLOCKS
-WIDE = "wide text"
+#: A GPT, and a network with few operations per block.
+WIDE, PERCEPTRONS = "wide text", "perceptrons"
 OWN = {
-    WIDE: f'{{"call": "stratbench.workload.network.gpt.GPT", "kwargs": {{"layers": {LAYERS}, "heads": 4, '
-    '"width": 768}, "wrap_classes": ["Block"]}',
-    "narrow text": f'{{"call": "stratbench.workload.network.gpt.GPT", "kwargs": {{"layers": {LAYERS}, '
-    '"heads": 4, "width": 64}, "wrap_classes": ["Block"]}',
-    "crossed": f'{{"call": "{__name__}.Crossed", "kwargs": {{}}, "wrap_classes": ["Layer"]}}',
+    WIDE: describe_gpt(LAYERS, 768),
+    "narrow text": describe_gpt(LAYERS, 64),
+    PERCEPTRONS: {"call": f"{__name__}.Perceptrons", "kwargs": {}, "wrap_classes": ["Perceptron"]},
+    "crossed": {"call": f"{__name__}.Crossed", "kwargs": {}, "wrap_classes": ["Layer"]},
 }
 
 
@@ -53,6 +54,32 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.linear(x))
         return x.double().float() if self.number == self._special else x
+
+
+class Perceptron(nn.Module):
+    """A block whose gradients fill a bucket of DDP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Perceptrons(nn.Module):
+    def __init__(self, vocab_size: int, width: int = 1024) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList(Perceptron(width) for _ in range(LAYERS))
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 class Crossed(nn.Module):
@@ -76,14 +103,16 @@ class Crossed(nn.Module):
 
 
 def request_of(name: str, strategy: str, **changes) -> Request:
-    if name in OWN:
-        SMALL.setdefault(name, OWN[name])
+    SMALL.setdefault(name, OWN[name])
     n = 1 if strategy == "single" else 4
     given = {"device": "cuda", "precision": "bf16"} | ADAMW | changes
     return replace(request_for(strategy, name, n, **given), input_shape=(64,))
 
 
-def blocks_of(request: Request) -> Blocks | None:
+@cache
+def blocks_of(name: str, checkpointing: bool | str = False) -> Blocks | None:
+    """The blocks are the same with each strategy."""
+    request = request_of(name, "single", activation_checkpointing=checkpointing)
     with fake.open_fake_worker_environment(request):
         model, _, _ = fake.build_model_strategy_and_worker(request)
         blocks = find_largest_equal_blocks(model)
@@ -101,46 +130,40 @@ def assert_equal(drawn: Footprint, full: Footprint, parts: int) -> None:
             assert peaks[0].parts_bytes == peaks[1].parts_bytes, (batch, threads)
 
 
-POLICY = {"options": {"mixed_precision": "policy"}}
+def of_options(**options: Any) -> dict[str, Any]:
+    return {"options": options}
 
 
-#: Computing a block again adds marks within it: tried with no collective there, and with FSDP's; of what is
-#: combined each pair.
-AGAIN = [
-    ("single", {}, True),
-    ("single", {"gradient_accumulation_steps": 2}, "selective"),
-    ("fsdp", {}, "selective"),
-    ("fsdp", {"gradient_accumulation_steps": 2}, True),
-]
+IN_TWO_PARTS = {"gradient_accumulation_steps": 2}
 
 
+#: Computing a block again adds marks within it: tried with no collective there, and with FSDP's. What is
+#: combined in one case has marks, collectives or memory of its own. What a strategy adds to a block is the
+#: same in the network with few operations.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "changes", "checkpointing"),
     [
-        *AGAIN,
         ("single", {}, False),
-        ("single", {"gradient_accumulation_steps": 2}, False),
-        ("fsdp", {}, False),
-        ("fsdp", {"gradient_accumulation_steps": 2}, False),
+        ("single", {}, True),
+        ("single", IN_TWO_PARTS | {"loss_chunks": 4}, "selective"),
         ("ddp", {}, False),
+        ("fsdp", {}, "selective"),
+        ("fsdp", IN_TWO_PARTS | of_options(mixed_precision="policy"), True),
+        ("fsdp", IN_TWO_PARTS | of_options(offload="cpu"), False),
+        ("fsdp", {"precision": "bf16-true"} | of_options(reshard_after_forward="never"), False),
         ("zero1", {}, False),
-        ("fsdp", POLICY, False),
-        ("fsdp", {"options": {"reshard_after_forward": "never"}}, False),
-        ("fsdp", {"options": {"offload": "cpu"}}, False),
-        ("single", {"loss_chunks": 4}, False),
-        ("fsdp", {"precision": "bf16-true"}, False),
         ("ps-sync", {"precision": "fp32"}, False),
-        ("tensor", {"options": {"tensor_parallel_size": 2}}, True),
+        ("tensor", of_options(tensor_parallel_size=2), True),
     ],
 )
 def test_a_network_drawn_out_from_few_blocks_is_the_one_that_is_followed(
     strategy, changes, checkpointing
 ):
-    name = "gpt2-small" if strategy == "tensor" else WIDE  # which states how it is divided
+    name = WIDE if strategy in ("single", "tensor") else PERCEPTRONS
     request = request_of(name, strategy, activation_checkpointing=checkpointing, **changes)
-    blocks = blocks_of(request)
-    assert blocks == ("blocks", 12 if strategy == "tensor" else LAYERS)
+    blocks = blocks_of(name, checkpointing)
+    assert blocks == ("blocks", LAYERS)
     drawn = extrapolate_footprint_to_all_blocks(partial(trace_two_steps, request, 0, None), blocks)
     assert_equal(drawn, make_footprint(request), request.num_accumulated_parts)
 
@@ -158,19 +181,28 @@ def test_blocks_that_do_not_take_their_turns_alike_are_all_followed(
     name, strategy, changes, reason, monkeypatch
 ):
     """Small layers share a bucket, crossed ones hold what lies between, and foreach takes all at once."""
-    request = request_of(name, strategy, **changes)
-    blocks = blocks_of(request)
+    request, blocks = request_of(name, strategy, **changes), blocks_of(name)
     assert blocks is not None
-    with pytest.raises(TraceMismatchError, match=reason):
-        extrapolate_footprint_to_all_blocks(partial(trace_two_steps, request, 0, None), blocks)
+    raised = []
+
+    def watched(*asked: Any) -> Footprint:
+        with pytest.raises(TraceMismatchError, match=reason) as error:
+            extrapolate_footprint_to_all_blocks(*asked)
+        raised.append(error.value)
+        raise error.value
+
+    monkeypatch.setattr(drawn_out, "extrapolate_footprint_to_all_blocks", watched)
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
     assert make_footprint_from_few_blocks(request, None, blocks) == (request, None)
+    assert len(raised) == 1
 
 
 def test_every_fourth_block_is_checkpointed_where_all_are_followed(monkeypatch):
-    request = request_of(WIDE, "single", activation_checkpointing="every-4")
+    request, few = request_of(WIDE, "single", activation_checkpointing="every-4"), []
+    monkeypatch.setattr(drawn_out, "extrapolate_footprint_to_all_blocks", lambda *_: few.append(_))
     monkeypatch.setattr(drawn_out, "make_footprint", lambda *asked: asked)
-    assert make_footprint_from_few_blocks(request, None, blocks_of(request)) == (request, None)
+    asked = make_footprint_from_few_blocks(request, None, blocks_of(WIDE))
+    assert (asked, few) == ((request, None), [])
 
 
 def layers(count: int = 8, **given) -> nn.ModuleList:

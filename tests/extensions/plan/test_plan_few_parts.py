@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from test_plan_footprint import ADAMW, changed, request_for
@@ -28,7 +30,8 @@ FOUR_STAGES = {"pipeline_parallel_size": 4, "schedule": "1f1b"}
 
 
 def request_of(strategy: str, workers: int, options: dict, **changes) -> Request:
-    request = request_for(strategy, "gpt-compact", workers, options=options, **ON_CUDA | changes)
+    model = "gpt-compact" if strategy == "pipeline" else "small text"
+    request = request_for(strategy, model, workers, options=options, **ON_CUDA | changes)
     return replace(request, input_shape=(32,))
 
 
@@ -65,9 +68,13 @@ def test_the_units_of_a_pipeline_are_measured_once(monkeypatch):
 
     monkeypatch.setattr(stages, "measure_unit_costs", count)
     monkeypatch.setattr(fake, "_measured", {})
-    request = request_of("pipeline", 4, FOUR_STAGES | {"microbatches": 9})
+    request = request_of("pipeline", 2, {"pipeline_parallel_size": 2, "microbatches": 2})
     assert make_footprint_from_few_parts(request).stage_footprints
     assert len(models) == 1
+
+
+def record_calls(calls: list[Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **named: calls.append(given) or function(*given, **named)
 
 
 def assert_same(drawn: Footprint, full: Footprint, parts: int) -> None:
@@ -94,11 +101,13 @@ def assert_same(drawn: Footprint, full: Footprint, parts: int) -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "changes"),
     [
-        ("pipeline", FOUR_STAGES | {"microbatches": 9}, {"activation_checkpointing": True}),
-        ("pipeline", FOUR_STAGES | {"microbatches": 6}, {"precision": "fp16"}),
-        ("pipeline", {"schedule": "gpipe", "microbatches": 6, "pipeline_parallel_size": 2}, {}),
+        (
+            "pipeline",
+            FOUR_STAGES | {"microbatches": 6},
+            {"precision": "fp16", "activation_checkpointing": True},
+        ),
+        ("pipeline", {"schedule": "gpipe", "microbatches": 5, "pipeline_parallel_size": 2}, {}),
         ("fsdp", {"mixed_precision": "policy"}, {"gradient_accumulation_steps": 9}),
-        ("tensor", {"tensor_parallel_size": 2}, {"gradient_accumulation_steps": 5}),
     ],
 )
 def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
@@ -106,31 +115,38 @@ def test_a_step_drawn_out_from_few_parts_is_the_one_that_is_followed(
 ):
     request = request_of(strategy, 4, options, **changes)
     full = make_footprint(request)
-    followed = []
-    real = few_parts.trace_two_steps
-    monkeypatch.setattr(
-        few_parts, "trace_two_steps", lambda *a, **k: followed.append(a) or real(*a, **k)
-    )
+    followed, drawn = [], []
+    for calls, name in ((followed, "trace_two_steps"), (drawn, "sum_weighted_footprints")):
+        monkeypatch.setattr(few_parts, name, record_calls(calls, getattr(few_parts, name)))
     monkeypatch.setattr(few_parts, "make_footprint", None)
     assert_same(make_footprint_from_few_parts(request), full, request.num_accumulated_parts)
+    assert drawn
     if options.get("pipeline_parallel_size") == 4:
         # Three of the first stage, three that the middle ones share, and two of the last.
         assert len(followed) == 8
 
 
-@pytest.mark.slow
-def test_what_few_parts_do_not_tell_is_followed_whole(monkeypatch):
-    request = request_of("pipeline", 2, {"microbatches": 6, "pipeline_parallel_size": 2})
-    monkeypatch.setattr(few_parts, "sum_weighted_numbers", raise_unlike)
-    assert_same(
-        make_footprint_from_few_parts(request),
-        make_footprint(request),
-        request.num_accumulated_parts,
-    )
+@pytest.mark.parametrize(
+    ("strategy", "options", "changes"),
+    [
+        ("pipeline", {"microbatches": 6, "pipeline_parallel_size": 2}, {}),
+        ("single", {}, {"gradient_accumulation_steps": 8}),
+    ],
+)
+def test_what_few_parts_do_not_tell_is_followed_whole(monkeypatch, strategy, options, changes):
+    asked = []
 
+    def raise_unlike(*_: object, **__: object) -> None:
+        asked.append("few")
+        raise TraceMismatchError("moments")
 
-def raise_unlike(*_: object) -> None:
-    raise TraceMismatchError("moments")
+    monkeypatch.setattr(few_parts, "trace_two_steps", raise_unlike)
+    monkeypatch.setattr(few_parts, "extrapolate_gradient_accumulation", raise_unlike)
+    monkeypatch.setattr(few_parts, "make_footprint", lambda *whole: whole)
+    monkeypatch.setattr(few_parts, "make_footprint_from_few_blocks", lambda *whole: whole[:2])
+    request = request_of(strategy, 2 if options else 1, options, **changes)
+    assert make_footprint_from_few_parts(request) == (request, None)
+    assert asked == ["few"]
 
 
 def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them():
@@ -150,7 +166,7 @@ def test_collectives_of_more_parts_are_repeated_where_the_longer_step_has_them()
 
 @pytest.mark.slow
 def test_footprints_with_other_moments_are_not_drawn_out():
-    request = request_of("single", 1, {}, gradient_accumulation_steps=3)
+    request = request_for("single", "small text", 1, gradient_accumulation_steps=3, **ON_CUDA)
     few, more = (make_footprint(changed(request, gradient_accumulation_steps=n)) for n in (3, 4))
     sum_weighted_footprints([few, more], [3, 4, 12], (-8, 9))
     other = replace(more.peak_moments[0], total_bytes=Affine(1.0, 1.0))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,27 +39,30 @@ pytestmark = pytest.mark.timeout(300)
 
 #: Layers and width of a text model, of one that is deeper, and of one that is wider.
 SIZES = ((2, 64), (4, 64), (2, 256))
+
+
+def describe_gpt(layers: int, width: int) -> dict[str, Any]:
+    """What a study says of a GPT of four heads, with how it is divided."""
+    gpt = "stratbench.workload.network.gpt"
+    divided = {"tensor_plan": f"{gpt}:TENSOR_PLAN", "pipeline_modules": f"{gpt}:PIECES"}
+    return {
+        "call": f"{gpt}.GPT",
+        "kwargs": {"layers": layers, "heads": 4, "width": width},
+        "wrap_classes": ["Block"],
+        "num_heads": 4,
+        **divided,
+    }
+
+
 #: Networks in which a strategy meets what it meets in larger ones, by the name of the model.
 SMALL = {
-    name: json.dumps({"call": call, "kwargs": kwargs, "wrap_classes": shard})
-    for name, call, kwargs, shard in (
-        (
-            "small text",
-            "stratbench.workload.network.gpt.GPT",
-            {"layers": 2, "heads": 4, "width": 128},
-            ["Block"],
-        ),
-        *(
-            (
-                f"text of {layers} x {width}",
-                "stratbench.workload.network.gpt.GPT",
-                {"layers": layers, "heads": 4, "width": width},
-                ["Block"],
-            )
-            for layers, width in SIZES
-        ),
-        ("small images", f"{__name__}.normalised", {}, ["Conv2d", "Linear"]),
-    )
+    "small text": describe_gpt(2, 128),
+    **{f"text of {layers} x {width}": describe_gpt(layers, width) for layers, width in SIZES},
+    "small images": {
+        "call": f"{__name__}.normalised",
+        "kwargs": {},
+        "wrap_classes": ["Conv2d", "Linear"],
+    },
 }
 READ_TEXT = ("gpt-compact", *(name for name in SMALL if "text" in name))
 #: Ways to compute activations again.
@@ -68,12 +72,11 @@ ADAMW = {"optimizer": "adamw", "momentum": 0.0, "betas": [0.9, 0.999], "eps": 1e
 
 def request_for(strategy: str, model: str = "vgg-compact", workers: int = 2, **changes) -> Request:
     """The request of a strategy; `changes` replace settings."""
-    own = SMALL.get(model)
     settings = Settings(
         strategy=strategy,
         options=get_option_defaults(strategy) | changes.pop("options", {}),
         model=model,
-        own_model=own and json.loads(own),
+        own_model=SMALL.get(model),
         dataset="",
         gpus=workers,
         seed=0,
@@ -254,7 +257,7 @@ def peak_of(request: Request, batch: int) -> int:
     ],
 )
 def test_fake_tensors_allocate_what_real_ones_do(model: str, mode: bool | str):
-    batch = 24
+    batch = 5
     request = request_for("single", model, workers=1, activation_checkpointing=mode)
     predicted = planned(request).compute_training_peak(batch)
 
@@ -328,7 +331,7 @@ def test_the_first_step_is_like_the_next(strategy: str):
 @pytest.mark.slow
 def test_a_worker_of_divided_layers_makes_no_tensor_of_the_whole_scores():
     """DTensor asks its rules on fake tensors of the whole shape, in every step; no memory is that."""
-    asked = changed(request_for("tensor", "gpt-compact"), precision="bf16", device="cuda")
+    asked = changed(request_for("tensor", "small text"), precision="bf16", device="cuda")
     batches = [16, 32]
     trace, _ = fake.trace_training_steps(replace(asked, classes=4096), batches)
     positions = max(batches) * asked.input_shape[0]
@@ -580,8 +583,6 @@ def test_loss_scaling_on_cuda_can_be_planned_without_cuda():
     [
         ("single", "fp32", False),
         ("ddp", "fp16", True),
-        ("fsdp", "fp32", False),
-        ("fsdp", "fp16", True),
         ("fsdp", "fp64", True),
     ],
 )
@@ -629,7 +630,7 @@ def test_only_sharded_gradients_are_clipped_by_a_norm_in_common(strategy, optimi
 @pytest.mark.slow
 def test_attention_counts_in_traced_flops():
     """PyTorch before 2.15 has no formula for its kernel on a CPU."""
-    one, two = (request_for(s, "gpt-compact", n) for s, n in (("single", 1), ("tensor", 2)))
+    one, two = (request_for(s, "small text", n) for s, n in (("single", 1), ("tensor", 2)))
     assert 2 * planned(two).flops_per_sample == planned(one).flops_per_sample
 
 
@@ -656,7 +657,7 @@ def test_a_batch_in_parts_takes_the_memory_of_one(strategy):
     [("fsdp", {}), ("tensor", {"tensor_parallel_size": 2, "data_parallel": "fsdp"})],
 )
 def test_parts_of_a_batch_leave_no_whole_gradients_on_a_worker(strategy, options):
-    request = request_for(strategy, "gpt-compact", 16, options=options)
+    request = request_for(strategy, "small text", 16, options=options)
     whole, parts = (planned(changed(request, gradient_accumulation_steps=n)) for n in (1, 2))
     shards_bytes = parts.model_states_bytes["gradients_bytes"]
     # A part's shards are there while those of the next are made.

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from browser import Browser
 from browser_fixtures import browser  # noqa: F401
+from test_plan_footprint import describe_gpt
 
 from stratbench.cell.text.words import COLUMNS, format_bytes
 from stratbench.extensions.plan import check, public_runs, schedule
@@ -38,11 +39,11 @@ IMAGES = {
     "lr": 0.1,
     "precision": "bf16",
 }  # fmt: skip
-RESIDUAL = IMAGES | {"models": ["resnet-compact"]}
+RESIDUAL = IMAGES | {"models": ["resnet-compact"], "gpus": [2, 8]}
 TEXT = IMAGES | {
     "dataset": "words",
     "strategies": ["ddp", "tensor", "pipeline", "fsdp", "fsdp-policy"],
-    "models": ["gpt-compact"],
+    "models": ["small"],
     "gpus": [2],
     "optimizer": "adamw",
     "data_placement": "host",
@@ -83,6 +84,7 @@ def config_of(
             "pictures": {"source": "synthetic", "train_samples": 600_000, "size": 64},
             "words": {"source": "markov-text", "train_samples": 600_000},
         },
+        "models": {"small": describe_gpt(2, 128)},
         "studies": {
             "s": {
                 "variants": variants,
@@ -257,7 +259,7 @@ def test_the_same_choice_is_shown_on_a_card_of_each_usual_size(page: Browser):
 def test_on_more_workers_than_the_study_has_its_figures_are_those_of_a_plan_that_has_them(
     page: Browser, results: Path
 ):
-    """The page has 1, 2 and 8; what is a line in one over the workers goes on."""
+    """The page has 2 and 8; what is a line in one over the workers goes on."""
     plan = planned(results, only="residual", global_batch=4096, gpus=[32])
     for c, told in zip(
         plan.cells,

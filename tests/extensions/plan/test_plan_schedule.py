@@ -753,7 +753,7 @@ def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, 
     monkeypatch.setattr(cache, "hash_source_files", lambda: "changed")
     assert cache.make_cache_key(request) != before
     monkeypatch.undo()
-    monkeypatch.setattr(cache, "version", lambda name: "0")
+    monkeypatch.setattr(cache, "read_package_version", lambda name: "0")
     assert cache.make_cache_key(request) != before
 
 

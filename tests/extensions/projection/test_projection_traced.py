@@ -28,7 +28,7 @@ def scheduled(strategy: str, workers: int = 4, on_cuda: bool = False, **options)
 
 def scheduled_gpt(strategy: str, on_cuda: bool = False, **options) -> Schedule:
     device = "cuda" if on_cuda else "cpu"
-    request = request_for(strategy, "gpt-compact", workers=4, device=device, options=options)
+    request = request_for(strategy, "small text", workers=4, device=device, options=options)
     return trace_schedule(request, 8, DEVICE)
 
 
@@ -130,11 +130,11 @@ def test_every_micro_batch_of_a_pipeline_is_in_its_schedule():
 @pytest.mark.parametrize(
     "strategy", sorted(set(REGISTRY) - set(POLICIES) - {"single", "deepspeed", "command"})
 )
-@pytest.mark.parametrize("model", ["resnet-compact", "gpt-compact"])
+@pytest.mark.parametrize("model", ["small images", "small text"])
 def test_a_strategy_names_every_kind_of_collective_that_its_steps_start(strategy, model):
     options = {"pipeline": {"microbatches": 2}}.get(strategy, {})
     max_grad_norm = None if strategy in ("gossip", "local-sgd", "diloco") else 1.0
-    if strategy in ("tensor", "pipeline") and model == "resnet-compact":
+    if strategy in ("tensor", "pipeline") and model == "small images":
         pytest.skip("its layers are not divided")
     request = request_for(strategy, model, workers=2, options=options, max_grad_norm=max_grad_norm)
     found = {s.call.collective_name for s in trace_schedule(request, 8, DEVICE).collectives}

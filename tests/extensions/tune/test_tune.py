@@ -11,6 +11,7 @@ import pytest
 import yaml
 from synthetic_files import Files
 from synthetic_paired import World
+from test_plan_footprint import describe_gpt
 
 from stratbench.extensions.plan.needs import make_cell_to_plan
 from stratbench.extensions.tune import sieves, space, subcommand
@@ -210,9 +211,9 @@ def test_a_cell_says_what_it_has_of_each_kind(strategy, options, settings, amoun
 @pytest.mark.timeout(300)
 def test_the_sieves_say_why_and_write_a_study_that_can_be_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    config = config_of(include=["ddp", "tensor"])
+    config = config_of(include=["ddp", "tensor"]) | {"models": {"small": describe_gpt(1, 64)}}
     # A sample per worker has no micro-batches, whose combinations each take a second to plan.
-    config["studies"]["s"]["experiments"]["first"]["global_batch"] = 2
+    config["studies"]["s"]["experiments"]["first"] |= {"global_batch": 2, "models": ["small"]}
     assert main(["--config", json.dumps(config)]) == 0
     told = capsys.readouterr().out
     with open("results/s/tune/tune.csv", newline="") as file:

@@ -121,8 +121,8 @@ def collect_cache_key_values(request: Any) -> dict[str, Any]:
     """Return all values on which a cached result depends."""
     return {
         "asked": request,
-        "torch": version("torch"),
-        "torchvision": version("torchvision"),
+        "torch": read_package_version("torch"),
+        "torchvision": read_package_version("torchvision"),
         "source_sha256": hash_source_files(),
     }
 
@@ -134,6 +134,12 @@ def make_cache_key(request: Any) -> str:
     """
     text = json.dumps(collect_cache_key_values(request), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def read_package_version(package: str) -> str:
+    """Return the installed version of a package, whose metadata are parsed once."""
+    return version(package)
 
 
 @cache

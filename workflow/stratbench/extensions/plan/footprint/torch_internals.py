@@ -33,6 +33,8 @@ from stratbench.workload.torch_internals import (
 
 #: Functions that return the FLOPs of an operator, from its arguments and its result.
 FLOP_FORMULAS = flop_registry | {op: shape_wrapper(f) for op, f in make_flop_formulas().items()}
+#: Operator by which C++ asks a fake tensor for its device.
+DEVICE_QUERY = torch.ops.prim.device.default
 _CPU_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 #: Names of torch's reduce-scatter, from PyTorch 2.13 on and before.

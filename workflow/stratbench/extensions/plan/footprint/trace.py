@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stratbench.extensions.plan.footprint.reductions import Reduction
-from stratbench.extensions.plan.footprint.torch_internals import FLOP_FORMULAS
+from stratbench.extensions.plan.footprint.torch_internals import DEVICE_QUERY, FLOP_FORMULAS
 from stratbench.extensions.plan.footprint.traffic import PARTS, compute_gloo_staging_bytes
 from stratbench.telemetry.collective_count import detect_collective, iter_nested_tensors
 from stratbench.telemetry.collectives import CollectiveCall
@@ -25,6 +25,7 @@ from stratbench.telemetry.shards import get_local_shard
 from stratbench.workload.network.checkpointing import is_recomputing_block
 from stratbench.workload.torch_internals import (
     CPU_ATTENTION_BACKWARD,
+    FakeTensor,
     TorchDispatchMode,
     get_storage_key,
 )
@@ -140,6 +141,9 @@ class OperatorTrace(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # C++ asks fake tensors for their device several times per operation. No kernel is launched.
+        if op is DEVICE_QUERY:
+            return FakeTensor.__torch_dispatch__(op, types, args)
         if any(t is DTensor for t in types):
             return NotImplemented  # DTensor then calls this mode with its local tensors
         kwargs = kwargs or {}
@@ -148,8 +152,7 @@ class OperatorTrace(TorchDispatchMode):
         made = [self._register_storage(t) for t in iter_nested_tensors(out)]
         phase = self.phases[-1]
         reached = phase.flops, phase.touched_bytes
-        # Operators of the namespace `prim` only ask a tensor for its device. They launch no kernel.
-        if not op.is_view and op.namespace != "prim":
+        if not op.is_view:
             phase.operations += 1
             phase.touched_bytes += sum(
                 map(_count_bytes, iter_nested_tensors((args, kwargs)))
