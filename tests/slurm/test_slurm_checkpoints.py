@@ -30,7 +30,7 @@ def unusable(workflow: ClusterWorkflow) -> set[str]:
 
 
 def test_a_cell_that_loses_a_worker_ends_on_all_nodes_and_goes_on_when_tried_again(
-    slurm: SlurmCluster, tmp_path: Path
+    slurm: SlurmCluster, tmp_path: Path, warm: dict[str, str]
 ) -> None:
     """And once more, after its job has reached SLURM's time limit."""
     workflow = ClusterWorkflow(tmp_path / "w", study({"one": KEPT}, gpus_per_node=2), slurm)
@@ -48,6 +48,7 @@ def test_a_cell_that_loses_a_worker_ends_on_all_nodes_and_goes_on_when_tried_aga
         worker = until(lambda: workflow.training_worker("one"))
         launcher = until(lambda: workflow.launcher("one"))
         processes = [*launcher.children(recursive=True), worker]
+        workflow.share_import(warm)  # of the last job, which nothing ends
         worker.suspend()  # or it could end before SLURM looks at limits, every half a minute
         workflow.reach_limit(workflow.slurm_jobs("one")[-1]["id"])
         assert_gone(processes)

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from cluster import SlurmCluster
+from cluster_conf import MEMORY_EACH_SECOND
 from cluster_workflow import ENDLESS, ClusterWorkflow, study
 
 from launching import LIMIT_S, until
@@ -77,8 +78,9 @@ def disaster(
 ) -> Iterator[Disaster]:
     folder = tmp_path_factory.mktemp("disaster")
     workflow = ClusterWorkflow(folder, config_with(ONE_OF_EACH), slurm_session)
-    # Those whose workers nothing kills, and what the next run trains.
-    workflow.share_import(warm, "good", "hung", "full", "late-two")
+    workflow.ask_sbatch_for(MEMORY_EACH_SECOND)
+    # All but the one whose memory counts, which has to be its job's.
+    workflow.share_import(warm, *(ONE_OF_EACH.keys() - {"hungry"}))
 
     def job(experiment: str) -> str:
         return workflow.slurm_jobs(experiment)[0]["id"]

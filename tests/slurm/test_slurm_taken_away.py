@@ -38,7 +38,7 @@ def noticed(cell: Elastic, how: str, numbers: set[int], since: float) -> str:
 
 
 def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
-    slurm: SlurmCluster, spare: str, tmp_path: Path
+    slurm: SlurmCluster, spare: str, tmp_path: Path, warm: dict[str, str]
 ) -> None:
     """Asked to end, killed, preempted, warned of their time's end, on a node that falls silent.
 
@@ -46,6 +46,7 @@ def test_workers_are_taken_away_in_all_ways_and_training_goes_on(
     behind.
     """
     workflow, *cells = two_cells(tmp_path / "w", slurm, ENDLESS, worker_partition=spare)
+    workflow.share_import(warm)
     split, served = cells
     run = workflow.start(*CELLS_ONLY, "--retries", "0")
     try:
