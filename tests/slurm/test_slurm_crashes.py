@@ -21,6 +21,8 @@ pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 #: A cell that is held: no time limit ends it before it is released.
 HELD = {"time_limit_s": NEVER_S}
+#: Which job it is.
+OF_A_JOB = ("JOB_ID", "JOBID", "CLUSTER_NAME", "SUBMIT_DIR", "SUBMIT_HOST")
 
 
 def test_a_cell_on_a_node_that_dies_is_trained_on_another(
@@ -33,6 +35,8 @@ def test_a_cell_on_a_node_that_dies_is_trained_on_another(
     run = workflow.start(*CELLS_ONLY)
     until(lambda: workflow.training_worker("one") and workflow.training_worker("two"))
     lost = workflow.slurm_jobs("one")[0]
+    variables = {name for name in workflow.launcher("one").environ() if name.startswith("SLURM_")}
+    assert variables <= {f"SLURM_{name}" for name in OF_A_JOB}  # none is an option of srun
     slurm.lose_node(lost["nodes"])
     workflow.release("one", "two")
     output = workflow.finish(run)

@@ -53,7 +53,10 @@ def test_cells_are_followed_while_the_controller_is_away(
         text = printed.read_text()
         assert run.returncode != 0
         assert workflow.status("ends") == "ok", text
-        assert "CANCELLED on" in text
+        assert "failed: CANCELLED on node" in text
+        assert "log: results/tiny/logs/lost/" in text
+        assert "cell tiny/lost: " in text
+        assert workflow.cell_record("lost") is None
         assert text.count("SLURM has not answered") == 1
         assert len(workflow.slurm_jobs()) == 2
 
