@@ -233,7 +233,7 @@ def test_a_waiting_cell_trains_what_it_was_submitted_with(
     workflow = ClusterWorkflow(tmp_path, study({"a": {}}), slurm)
     workflow.share_import(warm)
     workflow.ask_sbatch_for("--hold")
-    run = workflow.start(*CELLS_ONLY)
+    run = workflow.start(*CELLS_ONLY, "--retries", "0")
     [job] = until(workflow.slurm_jobs)
     (tmp_path / "config.yaml").write_text("studies: {tiny: {experiments: [")
     slurm.run("scontrol", "release", job["id"])
