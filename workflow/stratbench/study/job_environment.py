@@ -40,7 +40,7 @@ def add_cache_command(settings: Any, cache: Path) -> None:
 
 
 def remove_slurm_options() -> None:
-    """Remove from a job's script the SLURM variables that would act as options of srun and sbatch.
+    """Remove the SLURM variables that would act as options of srun from a job's script.
 
     SLURM sets many, such as SLURM_MEM_PER_NODE. By others, a user's framework would take the script for one
     process of a group. What srun has started keeps them: they are of its step.
