@@ -133,6 +133,10 @@ class SlurmCluster:
             raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
         return done.stdout.strip()
 
+    def submit(self, out: Path, script: str, *options: str) -> str:
+        """Submit a job that runs a line of shell, and prints to the file `out`; its id."""
+        return self.run("sbatch", "--parsable", "-o", str(out), *options, "--wrap", script)
+
     def node_states(self) -> dict[str, str]:
         """SLURM's state of each node, such as `{"node1": "idle", "node2": "mixed"}`."""
         lines = self.run("sinfo", "-h", "-N", "-o", "%N %t").splitlines()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+#: An option of sbatch: SLURM reads the memory of the job's processes every second, and kills it for too much.
+MEMORY_EACH_SECOND = "--acctg-freq=task=1"
+
 
 def slurm_conf(
     directory: Path,
@@ -32,7 +35,8 @@ def slurm_conf(
     )
     # SlurmdTimeout and KillWait are short so that a test of a lost node or of a time limit need
     # not wait minutes; MinJobAge is long so that a test can ask for its ended jobs. Jobs are scheduled as
-    # they come (at most every 0.1 s), not every 2 or 3 s.
+    # they come (at most every 0.1 s), not every 2 or 3 s. SLURM reads the memory of a job's processes every
+    # half a minute; a job that is to be killed for it asks for `MEMORY_EACH_SECOND`.
     return f"""ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports["slurmctld"]}
@@ -65,7 +69,6 @@ PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 JobCompType=jobcomp/none
 JobAcctGatherType=jobacct_gather/linux
-JobAcctGatherFrequency=task=1
 JobAcctGatherParams={"UsePss" if control_groups else "OverMemoryKill,UsePss"}
 GresTypes=gpu
 {node_lines}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,12 @@ from pathlib import Path
 import pytest
 from cluster import NODES, SlurmCluster
 from cluster_host import Unavailable
+
+from launching import WORKFLOW, sharing
+from stratbench.train.forkserver import FOLDER_VARIABLE
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "workflow"))
+from tiny_study import make_holdable
 
 
 def _session(request: pytest.FixtureRequest, **options: bool) -> Iterator[SlurmCluster]:
@@ -56,6 +63,16 @@ def slurm(slurm_session: SlurmCluster) -> Iterator[SlurmCluster]:
     slurm_session.cancel_all()
     for node in NODES:
         slurm_session.restore_node(node)
+
+
+@pytest.fixture(scope="session")
+def warm_holding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The same as `warm`, for workers that can be held by `ClusterWorkflow.hold`."""
+    package = tmp_path_factory.mktemp("holding") / "workflow"
+    shutil.copytree(WORKFLOW, package, ignore=shutil.ignore_patterns("*.pyc.*"))
+    make_holdable(package)
+    with sharing(package):
+        yield {FOLDER_VARIABLE: os.environ.pop(FOLDER_VARIABLE)}
 
 
 @pytest.fixture

@@ -94,6 +94,11 @@ class ClusterWorkflow(Workflow):
             )
         self._warm.symlink_to(warm[FOLDER_VARIABLE])
 
+    def ask_sbatch_for(self, option: str) -> None:
+        """Have each job submitted with one more option of sbatch."""
+        line = "  # slurm_extra: \"'--exclusive'\""
+        self.change_code(PROFILE, line, f"  slurm_extra: \"'{option}'\"")
+
     def finish(self, run: StartedSnakemake) -> str:
         """What a started Snakemake printed, once it has ended; killed and failed after TIMEOUT_S.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import cluster_host
 import pytest
-from cluster import ACCOUNT, SlurmCluster
+from cluster import SlurmCluster
+from cluster_conf import MEMORY_EACH_SECOND
 from cluster_host import Unavailable, cluster_processes, install, listening, refusal
 
 from launching import LIMIT_S, until
@@ -44,10 +44,6 @@ def finished(cluster: SlurmCluster, job: str) -> str:
     return until(state)
 
 
-def batch(cluster: SlurmCluster, out: Path, script: str, *options: str) -> str:
-    return cluster.run("sbatch", "--parsable", "-o", str(out), *options, "--wrap", script)
-
-
 def test_two_nodes_are_idle(slurm: SlurmCluster) -> None:
     assert slurm.node_states() == {"node1": "idle", "node2": "idle"}
 
@@ -55,7 +51,7 @@ def test_two_nodes_are_idle(slurm: SlurmCluster) -> None:
 def test_a_batch_job_runs_a_step_on_each_node(slurm: SlurmCluster, tmp_path: Path) -> None:
     out = tmp_path / "out"
     step = "srun --ntasks-per-node=1 sh -c 'echo $SLURM_NODEID $SLURMD_NODENAME'"
-    job = batch(slurm, out, step, "--nodes=2", "--ntasks=2")
+    job = slurm.submit(out, step, "--nodes=2", "--ntasks=2")
     assert finished(slurm, job) == "COMPLETED", out.read_text()
     assert sorted(out.read_text().splitlines()) == ["0 node1", "1 node2"]
 
@@ -65,7 +61,7 @@ def test_jobs_see_the_gpus_they_were_given(slurm: SlurmCluster, tmp_path: Path) 
         pytest.skip("no device files can be made here, and SLURM names only those to a job")
     show = "echo batch $CUDA_VISIBLE_DEVICES; srun sh -c 'echo step $CUDA_VISIBLE_DEVICES; sleep 2'"
     jobs = [
-        batch(slurm, tmp_path / f"{n}", show, "--gres=gpu:2", "--nodelist=node1", "--ntasks=1")
+        slurm.submit(tmp_path / f"{n}", show, "--gres=gpu:2", "--nodelist=node1", "--ntasks=1")
         for n in range(2)
     ]
     assert [finished(slurm, job) for job in jobs] == ["COMPLETED"] * 2
@@ -76,7 +72,8 @@ def test_jobs_see_the_gpus_they_were_given(slurm: SlurmCluster, tmp_path: Path) 
 def test_a_job_over_its_memory_is_killed_and_fails(slurm: SlurmCluster, tmp_path: Path) -> None:
     out = tmp_path / "out"
     eat = "import time; kept = bytearray(600_000_000); time.sleep(600)"
-    job = batch(slurm, out, f'srun -n1 {sys.executable} -c "{eat}"', "--mem=300", "--ntasks=1")
+    options = ("--mem=300", "--ntasks=1", MEMORY_EACH_SECOND)
+    job = slurm.submit(out, f'srun -n1 {sys.executable} -c "{eat}"', *options)
     # A production cluster's cgroups say OUT_OF_MEMORY; sampling, as here, says FAILED.
     assert finished(slurm, job) == "FAILED"
     assert "exceeded memory limit" in out.read_text()
@@ -85,7 +82,7 @@ def test_a_job_over_its_memory_is_killed_and_fails(slurm: SlurmCluster, tmp_path
 def test_a_lost_node_fails_its_jobs_and_comes_back(slurm: SlurmCluster, tmp_path: Path) -> None:
     options = ("--nodelist=node2", "--no-requeue", "--ntasks=1")
     running = tmp_path / "running"
-    job = batch(slurm, tmp_path / "out", f"srun sh -c 'touch {running}; sleep 1000'", *options)
+    job = slurm.submit(tmp_path / "out", f"srun sh -c 'touch {running}; sleep 1000'", *options)
     until(running.exists)
     slurm.lose_node("node2")
     assert finished(slurm, job) == "NODE_FAIL"
@@ -93,42 +90,27 @@ def test_a_lost_node_fails_its_jobs_and_comes_back(slurm: SlurmCluster, tmp_path
     assert slurm.node_states()["node2"] == "idle"
 
 
-def test_accounting_knows_a_finished_job(slurm_accounting: SlurmCluster, tmp_path: Path) -> None:
-    job = batch(slurm_accounting, tmp_path / "out", "true")
-
-    def account() -> str:
-        return slurm_accounting.run("sacct", "-nXP", "-j", job, "-o", "State,Account")
-
-    until(lambda: account() == f"COMPLETED|{ACCOUNT}")
-    with pytest.raises(RuntimeError, match="Invalid account"):
-        batch(slurm_accounting, tmp_path / "out", "true", "--account=nobodys")
-
-
-def test_stopping_leaves_no_process_and_no_port(directory: Path) -> None:
-    with SlurmCluster(directory) as cluster:
-        batch(cluster, directory / "out", "trap '' TERM; while :; do sleep 1; done")
-        ports = list(cluster.ports.values())
-        assert sorted(listening(ports)) == sorted(ports)
-        until(lambda: len(cluster.processes()) > 6)  # the daemons and the job
-    assert cluster_processes(cluster.directory, cluster.name) == set()
-    assert listening(ports) == []
-
-
-def test_an_exception_takes_the_cluster_down(directory: Path) -> None:
-    cluster = SlurmCluster(directory)
+def test_an_exception_takes_the_cluster_down_and_leaves_no_process_and_no_port(
+    directory: Path,
+) -> None:
+    ports: list[int] = []
 
     def fail() -> None:
-        with cluster:
-            assert cluster.processes()
+        with SlurmCluster(directory) as cluster:
+            cluster.submit(directory / "out", "trap '' TERM; while :; do sleep 1; done")
+            ports.extend(cluster.ports.values())
+            assert sorted(listening(ports)) == sorted(ports)
+            until(lambda: len(cluster.processes()) > 6)  # the daemons and the job
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
+    cluster = SlurmCluster.existing(directory)
     assert cluster_processes(cluster.directory, cluster.name) == set()
+    assert listening(ports) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_owner_leaves_nothing(directory: Path, number: int) -> None:
+def test_a_killed_owner_leaves_nothing(directory: Path) -> None:
     own = (
         f"import sys, time; sys.path.insert(0, {str(CLUSTER.parent)!r})\n"
         "from cluster import SlurmCluster\n"
@@ -141,7 +123,7 @@ def test_a_killed_owner_leaves_nothing(directory: Path, number: int) -> None:
         cluster = SlurmCluster.existing(directory)
         assert cluster.processes()
     finally:
-        owner.send_signal(number)
+        owner.kill()
         owner.wait(timeout=LIMIT_S)
     until(lambda: not cluster.processes())
     # A process that ends has no environment any more, by which it is known, before its ports are closed.

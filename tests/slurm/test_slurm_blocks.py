@@ -94,16 +94,17 @@ def raced(slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
 
     try:
         workflow.hold("wide")
-        run = workflow.start(*ONCE)
-        hang(until(has_begun))
-        until(lambda: workflow.training_worker("blocks/wide")).kill()
-        workflow.release("wide")
-        finish(run)
-        found.evidence = next(folder.glob("results/tiny/logs/blocks/**/failure.json")).read_text()
-        assert not list(folder.glob("results/tiny/blocks/**/*.json"))
-        # No worker is killed from here on, and no segment imports PyTorch anew on each node.
+        # No segment imports PyTorch anew on each node.
         with sharing(folder / "workflow"):
             workflow.share_import(os.environ)
+            run = workflow.start(*ONCE)
+            hang(until(has_begun))
+            until(lambda: workflow.training_worker("blocks/wide")).kill()
+            workflow.release("wide")
+            finish(run)
+            evidence = next(folder.glob("results/tiny/logs/blocks/**/failure.json"))
+            found.evidence = evidence.read_text()
+            assert not list(folder.glob("results/tiny/blocks/**/*.json"))
             workflow.hold("wide")
             run = workflow.start(*ONCE)
             until(lambda: workflow.training_worker("blocks/wide"))

@@ -17,8 +17,9 @@ from stratbench.extensions.checkpoints import attempts
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 #: Three workers: two on the first node, one on the second.
-KEPT = {"strategies": ["ddp"], "gpus": [3], "global_batch": 12, "epochs": 60, "warmup_steps": 1}
-KEPT |= {"checkpoint_every": 7}
+KEPT = {"strategies": ["ddp"], "gpus": [3], "global_batch": 12, "epochs": 20, "warmup_steps": 1}
+#: Slow enough to be lost twice on its way; it sleeps most of the time.
+KEPT |= {"checkpoint_every": 7, "slowdown": {"workers": [0], "factor": 8}}
 #: With more, some processors' rounding lets so many epochs of small batches diverge.
 KEPT |= {"lr": 0.01}
 
@@ -30,7 +31,7 @@ def unusable(workflow: ClusterWorkflow) -> set[str]:
 
 
 def test_a_cell_that_loses_a_worker_ends_on_all_nodes_and_goes_on_when_tried_again(
-    slurm: SlurmCluster, tmp_path: Path
+    slurm: SlurmCluster, tmp_path: Path, warm: dict[str, str]
 ) -> None:
     """And once more, after its job has reached SLURM's time limit."""
     workflow = ClusterWorkflow(tmp_path / "w", study({"one": KEPT}, gpus_per_node=2), slurm)
@@ -48,6 +49,7 @@ def test_a_cell_that_loses_a_worker_ends_on_all_nodes_and_goes_on_when_tried_aga
         worker = until(lambda: workflow.training_worker("one"))
         launcher = until(lambda: workflow.launcher("one"))
         processes = [*launcher.children(recursive=True), worker]
+        workflow.share_import(warm)  # of the last job, which nothing ends
         worker.suspend()  # or it could end before SLURM looks at limits, every half a minute
         workflow.reach_limit(workflow.slurm_jobs("one")[-1]["id"])
         assert_gone(processes)
@@ -61,7 +63,7 @@ def test_a_cell_that_loses_a_worker_ends_on_all_nodes_and_goes_on_when_tried_aga
     assert 7 <= first < second
     assert record["restarts"]["between_s"] > 0
     assert [j["state"] for j in workflow.slurm_jobs("one")] == ["FAILED", "TIMEOUT", "COMPLETED"]
-    assert record["batch"]["updates_applied"] == 60 * record["batch"]["steps_per_epoch"]
+    assert record["batch"]["updates_applied"] == 20 * record["batch"]["steps_per_epoch"]
     assert not folder.saved_state_dir.exists()
     assert (record["provenance"]["nodes"], record["provenance"]["workers_per_node"]) == (2, 2)
     assert [w["rank"] for w in record["workers"]] == [0, 1, 2]

@@ -21,18 +21,22 @@ pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
 #: A cell that is held: no time limit ends it before it is released.
 HELD = {"time_limit_s": NEVER_S}
+#: Which job it is.
+OF_A_JOB = ("JOB_ID", "JOBID", "CLUSTER_NAME", "SUBMIT_DIR", "SUBMIT_HOST")
 
 
 def test_a_cell_on_a_node_that_dies_is_trained_on_another(
-    slurm: SlurmCluster, tmp_path: Path, warm: dict[str, str]
+    slurm: SlurmCluster, tmp_path: Path, warm_holding: dict[str, str]
 ) -> None:
     whole = {"mem_mib_per_cpu_worker": 24000}  # one cell a node
     workflow = ClusterWorkflow(tmp_path, study({"one": HELD, "two": HELD}, **whole), slurm)
+    workflow.share_import(warm_holding)
     workflow.hold("one", "two")
     run = workflow.start(*CELLS_ONLY)
     until(lambda: workflow.training_worker("one") and workflow.training_worker("two"))
-    workflow.share_import(warm)  # what is trained again
     lost = workflow.slurm_jobs("one")[0]
+    variables = {name for name in workflow.launcher("one").environ() if name.startswith("SLURM_")}
+    assert variables <= {f"SLURM_{name}" for name in OF_A_JOB}  # none is an option of srun
     slurm.lose_node(lost["nodes"])
     workflow.release("one", "two")
     output = workflow.finish(run)
@@ -57,13 +61,16 @@ class Resumed:
 
 @pytest.fixture(scope="module")
 def resumed(
-    slurm_session: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
+    slurm_session: SlurmCluster,
+    tmp_path_factory: pytest.TempPathFactory,
+    warm_holding: dict[str, str],
 ) -> Iterator[Resumed]:
     folder = tmp_path_factory.mktemp("resumed")
     workflow = ClusterWorkflow(folder, study({"a": HELD, "b": HELD, "c": {}}), slurm_session)
     workflow.change_code(
         "workflow/stratbench/study/slurm/live_jobs.py", "POLL_S = 15", "POLL_S = 1"
     )
+    workflow.share_import(warm_holding)
     workflow.hold("a", "b")
     records = [workflow.record(name, "single", "vgg-compact", "1gpu") for name in "ab"]
     try:
@@ -110,8 +117,8 @@ def birth_s(path: Path) -> float:
     return float(shown.stdout)
 
 
-def test_slurm_adds_a_few_starts_of_snakemake_to_a_cell(resumed: Resumed) -> None:
-    """The job starts it twice before the launcher; a start is timed here, on the same machine."""
+def test_slurm_adds_one_start_of_snakemake_to_a_cell(resumed: Resumed) -> None:
+    """And how long the whole takes is printed, beside a start of Snakemake on the same machine."""
     folder = resumed.workflow.folder
     before_s = time.monotonic()
     resumed.workflow.jobs(*CELLS_ONLY)
@@ -119,18 +126,18 @@ def test_slurm_adds_a_few_starts_of_snakemake_to_a_cell(resumed: Resumed) -> Non
     record = resumed.workflow.cell_record("c")
     assert record is not None, resumed.output
     slurm_logs = folder / ".snakemake/slurm_logs/rule_train_cell/tiny_c_single_vgg-compact_1_0"
+    (slurm_log,) = slurm_logs.glob("*.log")
     own_s = json.loads(record.read_text())["time"]["total_s"]
     moments = {
         "submitted": birth_s(slurm_logs),
-        "started by SLURM": birth_s(next(slurm_logs.glob("*.log"))),
+        "started by SLURM": birth_s(slurm_log),
         "launcher started": birth_s(
             folder / "results/tiny/logs/c/single/vgg-compact/1gpu/rep0.log"
         ),
         "record written": birth_s(record),
     }
-    overhead_s = moments["record written"] - moments["submitted"] - own_s
     since_s = {what: round(at - moments["submitted"], 2) for what, at in moments.items()}
     print(f"seconds since submission: {since_s}; own: {own_s:.2f}; a start: {start_s:.2f}")
-    assert own_s > 0
-    # The cell itself was trained at the speed that the machine had then.
-    assert 0 < overhead_s < max(12 * start_s, 6 * own_s), (since_s, start_s, own_s)
+    assert sorted(moments, key=moments.get) == list(moments)
+    assert 0 < own_s < since_s["record written"]
+    assert slurm_log.read_text().count("Building DAG of jobs") == 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster import SlurmCluster
-from cluster_workflow import CELLS_ONLY, ENDLESS, ClusterWorkflow, study
+from cluster import NODES, SlurmCluster
+from cluster_workflow import CELLS_ONLY, ClusterWorkflow, study
 
 from launching import until
 from stratbench.cell.coordinates import Cell
@@ -18,8 +18,9 @@ REPEATS, STRATEGIES = 4, ("single", "ddp", "zero1", "ps-async")
 
 
 def test_cells_are_submitted_repeat_after_repeat(slurm: SlurmCluster, tmp_path: Path) -> None:
-    block = ENDLESS | {"strategies": list(STRATEGIES), "repeats": REPEATS}
-    workflow = ClusterWorkflow(tmp_path, study({"endless": block}), slurm)
+    block = {"strategies": list(STRATEGIES), "repeats": REPEATS}
+    workflow = ClusterWorkflow(tmp_path, study({"waits": block}), slurm)
+    slurm.run("scontrol", "update", f"nodename={','.join(NODES)}", "state=drain", "reason=order")
     run = workflow.start("--retries", "0", *CELLS_ONLY)
     try:
         until(lambda: len(workflow.slurm_jobs()) == REPEATS * len(STRATEGIES))

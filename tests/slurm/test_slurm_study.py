@@ -1,4 +1,4 @@
-"""A study on a SLURM cluster, from submission to its report, without and with accounting."""
+"""A study on a SLURM cluster, from submission to its report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cluster import ACCOUNT, SlurmCluster
-from cluster_workflow import ENDLESS, PROFILE, ClusterWorkflow, study
-
-from launching import until
+from cluster import SlurmCluster
+from cluster_workflow import ClusterWorkflow, study
 
 pytest_plugins = ["cluster_fixtures"]
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -68,6 +66,7 @@ def test_a_study_with_cells_on_one_and_two_nodes_reaches_its_report(
         assert record["status"] == "ok"
         assert record["provenance"]["nodes"] == gpus
         assert record["provenance"]["slurm_job_id"]
+        assert record["time"]["queue_wait_s"] >= 0
         nodes = [w["provenance"]["slurm"]["SLURMD_NODENAME"] for w in record["workers"]]
         assert len(set(nodes)) == gpus, nodes
     path = finished.record("spread", "colocated", "mine", "2gpu")
@@ -102,26 +101,3 @@ def test_links_are_measured_by_one_job_within_and_between_the_nodes(
     }
     # Asked for again it measures again; the processes' own folder is gone.
     assert {p.name for p in folder.iterdir()} == {"times.csv", "links.csv"}
-
-
-def test_a_cluster_with_accounting_needs_one_line_in_the_profile(
-    slurm_accounting: SlurmCluster, tmp_path: Path, warm: dict[str, str]
-) -> None:
-    experiments = {"good": {}, "cancelled": ENDLESS}
-    workflow = ClusterWorkflow(tmp_path, study(experiments), slurm_accounting)
-    account = "  # slurm_account: my_project"
-    workflow.change_code(PROFILE, account, f"  slurm_account: {ACCOUNT}")
-    workflow.share_import(warm)
-    run = workflow.start("--retries", "0")
-    try:
-        until(lambda: workflow.launcher("cancelled"))
-        slurm_accounting.run("scancel", workflow.slurm_jobs("cancelled")[0]["id"])
-        # sacct's "CANCELLED by 0" would go unnoticed for ever.
-        output = workflow.finish(run)
-    finally:
-        slurm_accounting.cancel_all()
-    assert run.returncode != 0
-    assert workflow.status("good") == "ok"
-    assert "CANCELLED" in output
-    accounts = slurm_accounting.run("sacct", "-nXP", "-o", "Account,Comment").splitlines()
-    assert {line.split("|")[0] for line in accounts if "tiny_good" in line} == {ACCOUNT}

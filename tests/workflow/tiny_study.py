@@ -29,7 +29,7 @@ _write = PhaseLog.write_phase_event
 
 def _write_and_wait(self, phase, event, at_s=None):
     _write(self, phase, event, at_s)
-    held = Path(__file__).parents[3] / "held"
+    held = Path("held")
     while phase == "train" and any((held / part).exists() for part in Path(self._file.name).parts[1:]):
         self._alive()  # as one that is slow: it does not hang
         time.sleep(0.05)
@@ -88,6 +88,12 @@ def end(process: StartedSnakemake) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def make_holdable(package: Path) -> None:
+    """Have workers of the package in the folder `package` wait while their cells are held."""
+    with (package / "stratbench/telemetry/timeline.py").open("a") as file:
+        file.write(WAIT_WHILE_HELD)
+
+
 class Workflow:
     """The workflow in a folder of its own."""
 
@@ -144,8 +150,7 @@ class Workflow:
         held = self.folder / "held"
         if not held.exists():
             held.mkdir()
-            with (self.folder / "workflow/stratbench/telemetry/timeline.py").open("a") as file:
-                file.write(WAIT_WHILE_HELD)
+            make_holdable(self.folder / "workflow")
         for experiment in experiments:
             (held / experiment).touch()
 

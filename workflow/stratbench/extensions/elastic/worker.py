@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# First: without it, the garbage collector would double the time that importing torch takes.
+import stratbench.workload.with_torch  # noqa: F401
 from stratbench.cell.run_folder import RunFolder, format_worker_name
 from stratbench.extensions.elastic.group import ElasticGroup
 from stratbench.extensions.elastic.member import WorkerNotNeeded, join_as_member
