@@ -13,14 +13,9 @@ import pytest
 
 from stratbench.study.config.config import Study, load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.study.job_environment import (
-    add_cache_command,
-    remove_slurm_options,
-    set_job_environment,
-)
+from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.plan_file import compute_settings_digest
-from stratbench.study.snakemake_internals import run_command_in_first_snakemake
 
 
 def config_of(results: Path, changes: dict | None = None, **cluster) -> tuple[dict, Study]:
@@ -103,39 +98,6 @@ def test_jobs_find_the_package_this_python_and_the_data(tmp_path, monkeypatch):
     assert os.environ["STRATBENCH_DATA"] == str(tmp_path)
     assert os.environ["STRATBENCH_NO_DOWNLOAD"] == "1"
     assert os.environ["STRATBENCH_CODE"] == f"{tmp_path / 'nets'}{os.pathsep}{tmp_path}"
-
-
-def test_a_jobs_script_passes_no_option_of_slurm_on_and_a_step_passes_all(monkeypatch):
-    job = {"SLURM_JOB_ID": "7", "SLURM_CLUSTER_NAME": "c", "SLURMD_NODENAME": "n", "PATH": "/bin"}
-    options = {"SLURM_MEM_PER_NODE": "9", "SBATCH_QOS": "low", "SRUN_CPUS_PER_TASK": "2"}
-    monkeypatch.setattr(os, "environ", job | options)
-    remove_slurm_options()
-    assert os.environ == job
-    step = job | options | {"SLURM_STEP_ID": "0"}
-    monkeypatch.setattr(os, "environ", dict(step))
-    remove_slurm_options()
-    assert os.environ == step
-
-
-def command_of(job, array_jobs=frozenset()):
-    """The command of a job's script; the plugin's would start two Snakemakes."""
-    executor = SimpleNamespace(array_jobs=array_jobs)
-    command = "python -m snakemake --executor slurm-jobstep --jobs 1"
-    return run_command_in_first_snakemake(executor, job, command)
-
-
-def test_one_snakemake_runs_where_nothing_of_slurm_is_started_in_front_of_a_jobs_command():
-    def job(is_group=False, **resources):
-        return SimpleNamespace(is_group=lambda: is_group, resources=resources)
-
-    assert command_of(job(mpi="")) == "python -m snakemake --executor local --jobs 1"
-    assert command_of(job(mpi="srun")) == command_of(job(mpi=""))
-    for other in (
-        command_of(job()),
-        command_of(job(True, mpi="")),
-        command_of(job(mpi=""), {"all"}),
-    ):
-        assert "--executor slurm-jobstep" in other
 
 
 @pytest.mark.parametrize("home", ["home", "my home"])

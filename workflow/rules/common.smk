@@ -19,11 +19,7 @@ from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study import resume
 from stratbench.study import snakemake_internals as internals
 from stratbench.study.config.config import load_config
-from stratbench.study.job_environment import (
-    add_cache_command,
-    remove_slurm_options,
-    set_job_environment,
-)
+from stratbench.study.job_environment import add_cache_command, set_job_environment
 from stratbench.study.jobs import Jobs
 from stratbench.study.config.messages import ConfigError
 from stratbench.study.config.schema import collect_constraints
@@ -58,8 +54,6 @@ except ConfigError as error:
 BEGUN_S = time.time()
 JOBS = Jobs(CONFIG, STUDY)
 set_job_environment(CONFIG, PACKAGE_ROOT)
-if internals.is_local_job(workflow):
-    remove_slurm_options()
 add_cache_command(internals.get_job_settings(workflow), Path(".snakemake/cache"))
 # With --sdm conda Snakemake takes PYTHONPATH from the jobs; each command gives it to itself again. It names
 # no path, since a changed command makes everything again.

@@ -12,12 +12,6 @@ from typing import Any
 from stratbench.workload.data.own_data import PLACES_VARIABLE, format_data_paths_for_jobs
 from stratbench.workload.users_code import CODE_VARIABLE
 
-#: SLURM's variables that name a job. None of them is an option of srun.
-_SLURM_IDENTITY = {
-    *("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CLUSTER_NAME"),
-    *("SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST"),
-}
-
 
 def add_cache_command(settings: Any, cache: Path) -> None:
     """Make jobs use the folder `cache` as XDG_CACHE_HOME on nodes without a writable home.
@@ -37,20 +31,6 @@ def add_cache_command(settings: Any, cache: Path) -> None:
     # Snakemake may read the rules twice, but the command is added once.
     if precommand is None or not precommand.endswith(command):
         settings.precommand = " && ".join(filter(None, [precommand, command]))
-
-
-def remove_slurm_options() -> None:
-    """Remove the SLURM variables that would act as options of srun from a job's script.
-
-    SLURM sets many, such as SLURM_MEM_PER_NODE. By others, a user's framework would take the script for one
-    process of a group. What srun has started keeps them: they are of its step.
-    """
-    if "SLURM_STEP_ID" in os.environ:
-        return
-    for variable in list(os.environ):
-        is_option = variable.startswith(("SLURM_", "SRUN_", "SBATCH_"))
-        if is_option and variable not in _SLURM_IDENTITY:
-            del os.environ[variable]
 
 
 def set_job_environment(config: Mapping[str, Any], package_root: str) -> None:

@@ -25,11 +25,6 @@ def runs_jobs_locally(workflow: Any) -> bool:
     return workflow.local_exec
 
 
-def is_local_job(workflow: Any) -> bool:
-    """Return whether this Snakemake process runs one job of another Snakemake on this machine."""
-    return workflow.local_exec and not workflow.is_main_process
-
-
 def submits_jobs_to_slurm(workflow: Any) -> bool:
     """Return whether jobs are submitted to SLURM."""
     return not workflow.local_exec and workflow.executor_plugin.name == "slurm"
@@ -171,17 +166,6 @@ def extend_executor(workflow: Any, class_with_methods: type) -> Any:
     executor = workflow.scheduler._executor
     executor.__class__ = type("ExtendedExecutor", (class_with_methods, type(executor)), {})
     return executor
-
-
-def run_command_in_first_snakemake(executor: Any, job: Any, command: str) -> str:
-    """Return a SLURM job's command so that one Snakemake runs in the job, not two.
-
-    The SLURM plugin's command starts a Snakemake that starts another one: by srun, or directly if `mpi` is
-    among the job's resources. Groups and arrays of jobs need both.
-    """
-    if job.is_group() or executor.array_jobs or job.resources.get("mpi") is None:
-        return command
-    return command.replace("--executor slurm-jobstep", "--executor local", 1)
 
 
 def fail_job_silently(workflow: Any, job: Any) -> None:

@@ -30,12 +30,7 @@ from stratbench.study.slurm.job_states import JobState
 from stratbench.study.slurm.live_jobs import make_job_comment, print_to_stderr
 from stratbench.study.slurm.unstarted_jobs import explain_unstarted_rule
 from stratbench.study.slurm.waiting import describe_progress
-from stratbench.study.snakemake_internals import (
-    exclude_nodes,
-    extend_executor,
-    fail_job_silently,
-    run_command_in_first_snakemake,
-)
+from stratbench.study.snakemake_internals import exclude_nodes, extend_executor, fail_job_silently
 
 #: Seconds between two requests for the states of all jobs: after a job has ended, and the maximum.
 FIRST_LOOK_S, MAX_LOOK_S = 5.0, 60.0
@@ -66,10 +61,6 @@ class JobFollower(RemoteExecutor):
                 f.postponed_jobs.jobs.append(job)
                 return
         super().run_job(job)
-
-    def format_job_exec(self, job: Any) -> str:
-        """Return the command of a job's script, which starts one Snakemake."""
-        return run_command_in_first_snakemake(self, job, super().format_job_exec(job))
 
     def report_job_submission(self, job_info: Any, register_job: bool = True) -> None:
         f = self.followed
