@@ -17,7 +17,7 @@ from stratbench.study.config.config import load_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-CELLS = 3 + 2 + 3
+CELLS = 3 + 2 + 2
 GPUS = [1, 2, 4]
 
 
@@ -45,7 +45,7 @@ def study_config() -> dict:
             | {"models": ["resnet-compact"], "strategies": ["pairs", "factors"], "gpus": [4],
                "global_batch": 96, "lr": 0.05},
             "text": common
-            | {"dataset": "text", "models": ["gpt-compact"], "strategies": ["late", "few", "gossip"],
+            | {"dataset": "text", "models": ["gpt-compact"], "strategies": ["late", "few"],
                "gpus": [4], "lr": 0.01, "optimizer": "adamw", "max_grad_norm": 1.0},
         },
     }  # fmt: skip

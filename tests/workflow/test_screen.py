@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from own_network import LAYERS, NETWORK
 from snakemake_forks import run_snakemake
 from tiny_study import TIMEOUT_S, Workflow, tiny_config
 
@@ -27,10 +26,6 @@ BAD_DATA = (
     "error: data set 'mine' (my_nan.load): train_x[0] has NaN or infinity; every value must be "
     "finite"
 )
-REFUSED = (
-    "model 'two' (my_net:TwoAnswers): returned a tuple for a batch; return one tensor of scores "
-    "[2, 10]"
-)
 
 
 def with_bad_data(work: Workflow) -> str:
@@ -41,17 +36,6 @@ def with_bad_data(work: Workflow) -> str:
     work.write_config(config)
     (work.folder / "my_nan.py").write_text(NOT_FINITE)
     return BAD_DATA
-
-
-def with_refused_network(work: Workflow) -> str:
-    """Give the study a network that no strategy can train; returns the sentence about it."""
-    config = tiny_config()
-    config["models"] = {"two": {"call": "my_net:TwoAnswers"}}
-    config["studies"]["tiny"]["experiments"]["second"]["models"] = ["two"]
-    work.write_config(config)
-    (work.folder / "my_net.py").write_text(NETWORK)
-    (work.folder / "my_layers.py").write_text(LAYERS)
-    return REFUSED
 
 
 def while_another_decides(work: Workflow) -> str:
@@ -89,9 +73,8 @@ def read_on_screen(work: Workflow, program: str, command: str) -> tuple[int, str
         (with_bad_data, "check", "no profile"),
         (with_bad_data, "plan", "profile"),
         (with_bad_data, "plan", "stratbench"),
-        (with_refused_network, "check", "profile"),
-        (with_refused_network, "check", "stratbench"),
         (while_another_decides, "decide", "no profile"),
+        (while_another_decides, "decide", "profile"),
         (while_another_decides, "decide", "stratbench"),
     ],
 )

@@ -18,29 +18,42 @@ SLEEPS = """\
         checkpointing = bool(self.worker.settings.activation_checkpointing)
         __import__("time").sleep(0.06 * ((parts > 1) + checkpointing))
 """
+#: A network of two blocks, of which a step takes little.
+NETWORK = """
+from torch import nn
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+
+class Net(nn.Sequential):
+    def __init__(self, classes):
+        super().__init__(
+            nn.Flatten(), nn.Linear(256, 16), Block(), Block(), nn.Linear(16, classes)
+        )
+"""
 FILES = ("--configfile", "config.yaml", "results/tiny/tune/config.yaml")
 
 
 @pytest.fixture(scope="module")
 def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
-    """A GPT on two processes, where accumulation and checkpointing lose: each makes a step sleep.
+    """A small network on two processes, where accumulation and checkpointing lose: each makes a step sleep.
 
     Values to try are few: each block trains every combination twice.
     """
     config = tiny_config()
     experiments = config["studies"]["tiny"]["experiments"]
     del experiments["second"]
-    text = {"source": "markov-text", "train_samples": 64, "test_samples": 32}
-    config["datasets"]["text"] = text | {"vocabulary": 64, "sequence": 32}
     experiments["first"] |= {
-        "dataset": "text",
         "strategies": ["ddp"],
-        "models": ["gpt-compact"],
+        "models": ["net"],
         "gpus": [2],
         "global_batch": 4,
     }
+    config["models"] = {"net": {"call": "network.Net", "wrap_classes": ["Block"]}}
     config["tune"] = {"include": ["ddp"], "keep_within": 100}
     workflow = Workflow(tmp_path_factory.mktemp("tuning"), config)
+    (workflow.folder / "network.py").write_text(NETWORK)
     space = "workflow/stratbench/extensions/tune/space.py"
     workflow.change_code(space, '(False, "selective", True)', "(False, True)")
     workflow.change_code("workflow/stratbench/strategies/ddp.py", "tried=[100]", "tried=[]")
@@ -49,6 +62,7 @@ def tuning(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
     rules = "workflow/stratbench/extensions/verdict/block_rules.py"
     workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 8, 12")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
+    workflow.change_code(rules, "MATRIX_REPEATS = 3", "MATRIX_REPEATS = 1")
     race = "workflow/stratbench/extensions/verdict/paired/judging.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2)")
     return workflow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from tutorial import ROOT, Follower, expected_output, read_steps
 
 from stratbench.analysis.decision.short import KINDS, ShortAnswer, format_summary_line
 from stratbench.analysis.report.brief import iter_study_summary_lines
+from stratbench.cell.coordinates import Cell
+from stratbench.study.order import compute_job_priority
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,14 @@ def test_pages_hold_for_every_outcome_of_a_study(tmp_path: Path, page: str, kind
     assert expected_output([*lead, *findings_line]).search("\n".join(printed) + "\n"), printed
 
 
+def follow_page(page: str, folder: Path) -> Path:
+    """Follow a page's steps in a folder; returns where they have led."""
+    follower = Follower(folder)
+    for step in read_steps((ROOT / "docs" / page).read_text(encoding="utf-8")):
+        follower.follow(step)
+    return follower.folder
+
+
 with_transformers = pytest.mark.skipif(
     find_spec("transformers") is None, reason="pip install transformers"
 )
@@ -74,13 +85,23 @@ with_transformers = pytest.mark.skipif(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "page",
-    [
-        "decision.md",
-        "tutorials/demo.md",
-        pytest.param("tutorials/transformers.md", marks=with_transformers),
-    ],
+    ["decision.md", pytest.param("tutorials/transformers.md", marks=with_transformers)],
 )
 def test_a_page_shows_what_its_commands_print(tmp_path: Path, page: str):
-    follower = Follower(tmp_path)
-    for step in read_steps((ROOT / "docs" / page).read_text(encoding="utf-8")):
-        follower.follow(step)
+    follow_page(page, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_demo_shows_what_its_commands_print_and_trains_repeat_after_repeat(tmp_path: Path):
+    study = follow_page("tutorials/demo.md", tmp_path)
+    log = min((study / ".snakemake/log").iterdir())  # of the run; its name begins with its time
+    begun = re.findall(
+        r"train mine/first: (\S+), (\S+), workers: (\d), repeat (\d); log", log.read_text()
+    )
+    cells = [
+        Cell("mine", "first", strategy, model, "digits", int(gpus), int(repeat))
+        for strategy, model, gpus, repeat in begun
+    ]
+    assert [cell.repeat for cell in cells] == [0] * 5 + [1] * 5
+    assert cells == sorted(cells, key=compute_job_priority, reverse=True)

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 COMPARISON = Path("results/tiny/blocks/first/vgg-compact/2gpu")
 
 
-def racing(folder: Path) -> Workflow:
-    """A study of twice the same strategy, whose segments have few steps, and which races three blocks."""
+def racing(folder: Path, warm: dict[str, str]) -> Workflow:
+    """A study of twice the same strategy: few steps, three blocks, and one full run of each."""
     config = tiny_config()
     experiments = config["studies"]["tiny"]["experiments"]
     del experiments["second"]
@@ -30,16 +30,18 @@ def racing(folder: Path) -> Workflow:
     rules = "workflow/stratbench/extensions/verdict/block_rules.py"
     workflow.change_code(rules, "MAX_STEPS = 50, 300", "MAX_STEPS = 4, 6")
     workflow.change_code(rules, "SHARE_DISCARDED = 15, 0.2", "SHARE_DISCARDED = 2, 0.2")
+    workflow.change_code(rules, "MATRIX_REPEATS = 3", "MATRIX_REPEATS = 1")
     race = "workflow/stratbench/extensions/verdict/paired/judging.py"
     workflow.change_code(race, "LOOKS = (1, 2, 3, 4, 5, 6, 8, 10)", "LOOKS = (1, 2, 3)")
-    workflow.hold()
+    workflow.share_import(warm)
+    workflow.hold()  # for runs with the code of the copy
     return workflow
 
 
 @pytest.fixture(scope="module")
-def raced(tmp_path_factory: pytest.TempPathFactory) -> Workflow:
+def raced(tmp_path_factory: pytest.TempPathFactory, warm: dict[str, str]) -> Workflow:
     """A study of which one round has run."""
-    workflow = racing(tmp_path_factory.mktemp("raced"))
+    workflow = racing(tmp_path_factory.mktemp("raced"), warm)
     assert workflow.jobs("verdict") == {"prepare_data": 1, "run_block": 1, "verdict": 1}
     assert not (workflow.folder / "results").exists()  # a dry run writes nothing
     done = workflow.run("verdict")
@@ -63,7 +65,8 @@ def test_a_round_is_shown_run_and_told_and_the_next_one_is_another(raced):
     assert raced.jobs("verdict")["run_block"] == 1
 
 
-def test_ctrl_c_ends_a_block_and_leaves_nothing_of_it(raced):
+def test_ctrl_c_ends_a_block_and_leaves_nothing_of_it(raced, warm):
+    raced.import_again()
     third = ("02-ddp", "02-same")
     raced.hold(*third)
     run = raced.start("verdict", "--config", "verdict={rounds: all}")
@@ -72,6 +75,7 @@ def test_ctrl_c_ends_a_block_and_leaves_nothing_of_it(raced):
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     output, _ = run.communicate(timeout=LIMIT_S)
     raced.release(*third)
+    raced.share_import(warm)
     assert run.returncode != 0, output
     assert_gone(family)
     assert not (raced.folder / COMPARISON / "block2/block.json").exists()

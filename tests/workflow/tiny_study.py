@@ -22,6 +22,9 @@ from stratbench.train.forkserver import FOLDER_VARIABLE
 ROOT = Path(__file__).parents[2]
 #: The longest that a run of Snakemake may take: minutes, but many on a very busy machine.
 TIMEOUT_S = 1800
+#: A line of the rules that starts a fork server, and one in its place.
+STARTS_SERVER = "        forkserver.share_fork_server_until_exit()\n"
+STARTS_NONE = "        pass  # the tests have started a fork server\n"
 #: Appended to the copy's log of phases: a held worker waits at the start of an epoch.
 WAIT_WHILE_HELD = """
 _write = PhaseLog.write_phase_event
@@ -170,12 +173,13 @@ class Workflow:
 
         For where the server that a run starts is not what is tested.
         """
-        self.change_code(
-            "workflow/rules/train.smk",
-            "        forkserver.share_fork_server_until_exit()\n",
-            "        pass\n",
-        )
+        self.change_code("workflow/rules/train.smk", STARTS_SERVER, STARTS_NONE)
         self.variables[FOLDER_VARIABLE] = warm[FOLDER_VARIABLE]
+
+    def import_again(self) -> None:
+        """Undo `share_import`: each run starts a server, with the code of the copy."""
+        self.change_code("workflow/rules/train.smk", STARTS_NONE, STARTS_SERVER)
+        del self.variables[FOLDER_VARIABLE]
 
     def record(self, *parts: str, study: str = "tiny") -> Path:
         return self.folder.joinpath("results", study, "cells", *parts, "rep0", "record.json")

@@ -68,8 +68,9 @@ def audit_cells(
     accuracy_floors: dict[str, float] | None = None,
     timelines: Mapping[CellKey, Timeline] | None = None,
     study_dir: Path | None = None,
+    rules: Sequence[Rule] = RULES,
 ) -> list[dict[str, Any]]:
-    """Run all rules, and return their findings as rows of audit.csv, the most severe first.
+    """Run the rules, and return their findings as rows of audit.csv, the most severe first.
 
     A row that lacks a coordinate concerns all its values: a finding without `strategy` is on a comparison.
 
@@ -79,6 +80,7 @@ def audit_cells(
         accuracy_floors: See `AuditData`.
         timelines: See `AuditData`.
         study_dir: See `AuditData`.
+        rules: Rules to run.
     """
     evidence = AuditData(cells, records, accuracy_floors, timelines, study_dir)
     findings = [
@@ -90,7 +92,7 @@ def audit_cells(
         }
         | {"figures": case.values_text}
         | case.coordinates
-        for rule in RULES
+        for rule in rules
         for case in run_rule(rule, evidence)
     ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding["severity"]))

@@ -11,6 +11,7 @@ import pandas as pd
 
 from stratbench.analysis.records.groups import GROUP, Repeats
 from stratbench.extensions.audit.audit import audit_cells
+from stratbench.extensions.audit.speed import find_copied_training_times
 from stratbench.extensions.paper import published
 from stratbench.extensions.paper.metrics import METRICS, ClaimMetric, ClaimValue
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
@@ -117,7 +118,7 @@ def read_all_and_credible_paper_groups(version: str) -> tuple[Repeats, Repeats]:
         version: Version of the paper, such as `v1`.
     """
     cells = published.make_cells_from_paper(version)
-    copied = [f for f in audit_cells(cells) if f["rule"] == "same-value-twice"]
+    copied = audit_cells(cells, rules=[find_copied_training_times])
     return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
 
 

@@ -41,8 +41,12 @@ def find_network_faults(
         cells: The cells to train.
         on_other_machines: Whether other machines train the models.
     """
-    by_key = {_make_check_key(study, cell): cell for cell in cells}
-    by_key.pop(None, None)
+    keys = {_make_check_key(study, cell) for cell in cells} - {None}
+    by_key: dict[tuple[str, ...] | None, Cell] = {}
+    # The first cell of the study, as in `snakemake check`: what that has found out is cached.
+    for cell in study.cells if keys else ():
+        by_key.setdefault(_make_check_key(study, cell), cell)
+    by_key = {key: cell for key, cell in by_key.items() if key in keys}
     if not by_key or find_spec("torch") is None:
         return []
     request = {"config": config, "cells": [cell.as_dict() for cell in by_key.values()]}
