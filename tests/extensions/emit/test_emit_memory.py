@@ -11,6 +11,7 @@ from importlib import util
 from pathlib import Path
 
 import pytest
+from emitting import MALLOC
 from test_emit_trains import ADAMW, emit, losses_of_cell, run, trained
 
 from stratbench.workload.data import prepared
@@ -23,8 +24,6 @@ NETWORK = {
     "per_worker_batch": 2,
 }  # fmt: skip
 TEXT = {"source": "markov-text", "train_samples": 12, "test_samples": 4, "sequence": 16}
-#: Large tensors are given back to the system when they are freed, so that memory in use is what is measured.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144"}
 #: A script's beginning. Its peak is measured as the cell's is, without what was in memory before.
 START = """
 import os
