@@ -27,7 +27,6 @@ from stratbench.study.program import LOCK
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEED = 12
-CELLS = 7
 KINDS = ("worker", "server", "launcher", "fork server", "sampler", "snakemake", "worker")
 #: A file that makes the next launcher to write a record kill its Snakemake at that moment.
 AT_RECORD = "kill-at-record"
@@ -117,11 +116,11 @@ def until_reached(folder: Path, run: subprocess.Popen) -> None:
 
 
 @pytest.fixture
-def seven_cells(tmp_path: Path) -> Workflow:
-    """Seven cells, with and without servers, one of them long, with a witness."""
+def ten_cells(tmp_path: Path) -> Workflow:
+    """Ten cells of all kinds of strategies, one of them long, with a witness."""
     config = tiny_config()
     first, second = config["studies"]["tiny"]["experiments"].values()
-    first |= {"strategies": ["ddp", "ps-sync", "ps-async"], "threads": 1}
+    first |= {"strategies": ["single", "ddp", "fsdp", "ps-sync", "ps-async"], "threads": 1}
     second |= {"threads": 1}
     workflow = Workflow(tmp_path, config)
     package = tmp_path / "workflow/stratbench"
@@ -164,8 +163,8 @@ def is_long(event: dict) -> bool:
     return "/second/" in event["cell"]
 
 
-def test_nothing_is_lost_and_nothing_trained_twice(seven_cells):
-    folder = seven_cells.folder
+def test_nothing_is_lost_and_nothing_trained_twice(ten_cells):
+    folder = ten_cells.folder
     rng = random.Random(SEED)
     to_kill = list(KINDS)
     target = ("--until", "train_cell")
@@ -174,7 +173,7 @@ def test_nothing_is_lost_and_nothing_trained_twice(seven_cells):
     printed = folder / "printed"
     for _ in range(12):
         with printed.open("w") as file:
-            run = seven_cells.start(*target, stdout=file)
+            run = ten_cells.start(*target, stdout=file)
         while run.poll() is None:
             time.sleep(rng.uniform(0.05, 1.0))
             there = list(processes(folder))
@@ -200,19 +199,19 @@ def test_nothing_is_lost_and_nothing_trained_twice(seven_cells):
         if run.returncode == 0:
             break
         if run.returncode == -signal.SIGKILL:  # what it had started may live for a moment
-            assert seven_cells.run("--unlock").returncode == 0
+            assert ten_cells.run("--unlock").returncode == 0
     assert run.returncode == 0, printed.read_text()
     assert len(to_kill) <= 1, "the run was over before the kills were"
     assert not (folder / AT_RECORD).exists()
     seen = events(folder)
     assert [e for e in seen if e["event"] == "two at once"] == []
     ends = [e["cell"] for e in seen if e["event"] == "finish"]
-    assert len(ends) == len(set(ends)) == CELLS
+    assert len(ends) == len(set(ends)) == 10
     for cell in ends:
         mine = [e["event"] for e in seen if e["cell"] == cell]
         assert mine[-1] == "finish", (cell, mine)
-    assert len(list(folder.glob("results/tiny/cells/**/record.json"))) == CELLS
-    assert seven_cells.jobs(*target) == {}
+    assert len(list(folder.glob("results/tiny/cells/**/record.json"))) == 10
+    assert ten_cells.jobs(*target) == {}
     assert_gone([process for _, process in processes(folder)])
 
 
