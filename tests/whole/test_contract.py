@@ -45,6 +45,8 @@ WORKLOADS = [
         (2, 1, 4), ("sgd", "adamw"), (("vgg-compact", "images"), ("gpt-compact", "text"))
     )
 ]
+#: Strategies that divide a network by its layers: those of a transformer.
+ON_TEXT = ("pipeline",)
 LR = {"sgd": 0.05, "adamw": 0.005}
 #: The strategy that each is compared with by the audit.
 RIVAL = "ddp"
@@ -69,6 +71,8 @@ def study_of(name: str, results: Path) -> tuple[dict[str, Any], Study]:
     """A study of the strategy and the rival on what the strategy takes; ConfigError where that is nothing."""
     refusals = []
     for workload in WORKLOADS:
+        if name in ON_TEXT and workload["dataset"] != "text":
+            continue
         experiment = workload | {
             "strategies": list(dict.fromkeys([name, RIVAL])), "epochs": 1, "global_batch": 16,
             "device": "cpu", "lr": LR[workload["optimizer"]],
