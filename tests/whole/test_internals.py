@@ -165,7 +165,6 @@ INTERNALS = {
 }
 #: Names of other libraries: each library's are in one file.
 OTHERS = {
-    "analysis/figures/sheet.py": {"_drop_tables_default"},
     "extensions/deepspeed/strategy.py": {
         "_DATA_PARALLEL_GROUP",
         "_WORLD_GROUP",
