@@ -527,8 +527,20 @@ class Unused(Base):
         self.spare = nn.Linear(WIDTH, WIDTH)
 
 
+class RecurrentDropout(Base):
+    """An operator that is called without its probability, which has the value of the default."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.stem = nn.Identity()
+        self.gru = nn.GRU(4, WIDTH, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mid(self.gru(x[:, 0])[0][:, -1]).relu())
+
+
 #: Those that draw as `Dropout` does where tensors are real, each by another operator where they are fake.
-DRAWING = (FunctionalDropout, RandomRelu, AttendsDropout)
+DRAWING = (FunctionalDropout, RandomRelu, AttendsDropout, RecurrentDropout)
 NETWORKS: dict[str, type[nn.Module]] = {
     name: kind
     for name, kind in list(globals().items())

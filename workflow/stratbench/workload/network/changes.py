@@ -263,9 +263,11 @@ def _operator_draws_random_numbers(func: Any, args: Any, kwargs: Mapping[str, An
     Dropout with a probability of 0 and evaluation draw none.
     """
     for i, argument in enumerate(get_schema_arguments(func)):
+        # PyTorch leaves out arguments that have their default, such as a probability of 0.5.
+        given = kwargs.get(argument.name, argument.default_value)
+        value = args[i] if i < len(args) else given
         if argument.name in ("dropout_p", "p"):
-            p = args[i] if i < len(args) else kwargs.get(argument.name, 0)
-            return isinstance(p, Tensor) or p != 0
+            return isinstance(value, Tensor) or value != 0
         if argument.name in ("train", "training"):
-            return bool(args[i] if i < len(args) else kwargs.get(argument.name, False))
+            return bool(value)
     return True
