@@ -15,6 +15,10 @@ ROOT = Path(__file__).parents[2]
 #: Errors by package, at the level of pyproject.toml. Whoever mends some lowers the number.
 MAXIMUM = {
     "analysis": 31,
+    "benchmarks/gpu": 26,
+    "benchmarks/prediction": 40,
+    "benchmarks/speed": 7,
+    "benchmarks/statistics": 27,
     "cell": 7,
     "extensions/audit": 31,
     "extensions/checkpoints": 3,
@@ -45,7 +49,9 @@ MAXIMUM = {
 def count_errors(printed: str) -> Counter[str]:
     """Return how many errors a run of mypy has printed of each package."""
     return Counter(
-        re.findall(r"^workflow/stratbench/((?:extensions/)?\w+).*: error: ", printed, re.M)
+        re.findall(
+            r"^(?:workflow/stratbench/)?((?:extensions/|benchmarks/)?\w+).*: error: ", printed, re.M
+        )
     )
 
 
@@ -73,6 +79,7 @@ def test_errors_are_counted_by_package() -> None:
 workflow/stratbench/train/loop.py:1: note: why
 workflow/stratbench/train/nodes/srun.py:3: error: Bad  [arg-type]
 workflow/stratbench/__init__.py:3: error: Bad  [arg-type]
-Found 3 errors in 3 files (checked 400 source files)
+benchmarks/gpu/check.py:3: error: Bad  [arg-type]
+Found 4 errors in 3 files (checked 400 source files)
 """
-    assert count_errors(printed) == {"train": 2, "__init__": 1}
+    assert count_errors(printed) == {"train": 2, "__init__": 1, "benchmarks/gpu": 1}
