@@ -10,7 +10,8 @@ from stratbench.cell.coordinates import Cell
 from stratbench.strategies import get_option_defaults
 
 PARAMETERS = 120_000_000
-#: The C allocator returns large tensors to the system when they are freed: its reuse of memory depends on threads.
+#: The C allocator returns large tensors to the system when they are freed. Its reuse of memory depends on
+#: threads.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144"}
 
 
