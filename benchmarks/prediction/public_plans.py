@@ -14,8 +14,8 @@ import yaml
 
 from stratbench.extensions.plan.check import (
     CheckResult,
+    DryRun,
     Network,
-    Rehearsal,
     StudyCheck,
     make_footprint_or_error,
 )
@@ -66,11 +66,11 @@ class Planner:
         config, study, subject = self.subject(c)
         request, made = subject.request, self.footprint(subject.request)
         followed = {"unpredicted": made} if isinstance(made, str) else {"footprint": made}
-        rehearsals, networks = (
-            {request: Rehearsal(**followed)},
+        dry_runs, networks = (
+            {request: DryRun(**followed)},
             {Network.from_request(request): CheckResult()},
         )
-        checked = StudyCheck(study, [subject], networks, rehearsals, {}, {})
+        checked = StudyCheck(study, [subject], networks, dry_runs, {}, {})
         (planned,) = make_plan(config, checked, {}).cells
         return planned
 

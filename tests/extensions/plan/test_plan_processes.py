@@ -14,7 +14,7 @@ import pytest
 from launching import LIMIT_S, WORKFLOW
 from process_server import IMPORTED
 from stratbench.cell.files import format_os_error
-from stratbench.extensions.plan.check import CheckResult, Rehearsal
+from stratbench.extensions.plan.check import CheckResult, DryRun
 from stratbench.extensions.plan.footprint import cache, processes
 
 #: Two pools; of a process of each: its parent, whether a fresh one has what takes long to import, its GPUs.
@@ -66,7 +66,7 @@ def test_a_pool_of_a_test_has_what_processes_of_all_tests_import():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [CheckResult, Rehearsal])
+@pytest.mark.parametrize("kind", [CheckResult, DryRun])
 def test_of_a_process_that_is_killed_the_fault_is_told_and_nothing_is_kept(kind, tmp_path, capsys):
     jobs = {"mine": cache.CachedJob("resnet", (9,), {"some": "request"})}
     made = cache.compute_cached_results("networks to check: {}", kind, os._exit, jobs, tmp_path)

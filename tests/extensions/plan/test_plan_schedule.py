@@ -19,7 +19,7 @@ from stratbench.cell.coordinates import Cell
 from stratbench.cell.text.words import format_bytes, format_hours, format_seconds
 from stratbench.extensions.plan import __main__ as command
 from stratbench.extensions.plan import check, device_rates, duration, quantities, schedule, servers
-from stratbench.extensions.plan.check import Rehearsal
+from stratbench.extensions.plan.check import DryRun
 from stratbench.extensions.plan.duration import Span
 from stratbench.extensions.plan.footprint import cache, traffic
 from stratbench.extensions.plan.footprint.footprint import Affine, Footprint, MemoryPeak, Moment
@@ -98,14 +98,14 @@ def plan_of(tmp_path: Path, monkeypatch):
         config, study = configuration.load_config(config_of(tmp_path, **kwargs))
         given = footprint or made_up()
 
-        def rehearsal(request: Request) -> Rehearsal:
+        def dry_run(request: Request) -> DryRun:
             if isinstance(given, str):
-                return Rehearsal(unpredicted_reason=given)
-            return Rehearsal(given if isinstance(given, Footprint) else given(request))
+                return DryRun(unpredicted_reason=given)
+            return DryRun(given if isinstance(given, Footprint) else given(request))
 
         nets = defaultdict(check.CheckResult)
         monkeypatch.setattr(
-            check, "dry_run_requests", lambda wanted, _: (nets, {r: rehearsal(r) for r in wanted})
+            check, "dry_run_requests", lambda wanted, _: (nets, {r: dry_run(r) for r in wanted})
         )
         checked = check.check_study(config, study, tries_both_resharding=True)
         return schedule.make_plan(config, checked, records or {})

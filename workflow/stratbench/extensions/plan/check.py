@@ -110,7 +110,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRun:
     """Result of a strategy's dry run with a model on fake tensors.
 
     Attributes:
@@ -132,12 +132,12 @@ class Rehearsal:
         )
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Rehearsal:
+    def from_dict(cls, fields: dict[str, Any]) -> DryRun:
         made = fields["footprint"]
         return cls(**fields | {"footprint": made and Footprint.from_dict(made)})
 
     @classmethod
-    def failed(cls, reason: str) -> Rehearsal:
+    def failed(cls, reason: str) -> DryRun:
         return cls(unpredicted_reason=reason)
 
 
@@ -157,7 +157,7 @@ class StudyCheck:
     study: Study
     cells_to_plan: list[CellToPlan]
     checks_by_network: dict[Network, CheckResult]
-    dry_runs_by_request: dict[Request, Rehearsal]
+    dry_runs_by_request: dict[Request, DryRun]
     refusal_reasons_by_cell: dict[Cell, str]
     footprints_by_request_and_resharding: dict[Request, dict[str, Footprint]]
 
@@ -187,25 +187,25 @@ def check_study(
     }
     if tries_both_resharding:
         requests += others.values()
-    networks, rehearsals = dry_run_requests(requests, Path(config["results"]) / "plan-cache")
+    networks, dry_runs = dry_run_requests(requests, Path(config["results"]) / "plan-cache")
     refused = {
         s.cell: reason
         for s in subjects
         if (
             reason := find_cell_refusal_reason(
-                s, networks[Network.from_request(s.request)], rehearsals[s.request]
+                s, networks[Network.from_request(s.request)], dry_runs[s.request]
             )
         )
     }
     both = {
         s.request: {
-            r.options[RESHARDING]: rehearsals[r].footprint for r in (s.request, others[s.cell])
+            r.options[RESHARDING]: dry_runs[r].footprint for r in (s.request, others[s.cell])
         }
         for s in subjects
-        if s.cell not in refused and others.get(s.cell) in rehearsals
+        if s.cell not in refused and others.get(s.cell) in dry_runs
     }
     known = {request: choices for request, choices in both.items() if all(choices.values())}
-    return StudyCheck(study, subjects, networks, rehearsals, refused, known)
+    return StudyCheck(study, subjects, networks, dry_runs, refused, known)
 
 
 def flip_reshard_after_forward(request: Request) -> Request:
@@ -215,14 +215,14 @@ def flip_reshard_after_forward(request: Request) -> Request:
 
 
 def find_cell_refusal_reason(
-    subject: CellToPlan, network_check: CheckResult, rehearsal: Rehearsal
+    subject: CellToPlan, network_check: CheckResult, dry_run: DryRun
 ) -> str | None:
     """Return why a cell cannot be trained with its model, batch and strategy, or None.
 
     Args:
         subject: The cell.
         network_check: Check of the cell's model.
-        rehearsal: Dry run of the cell's strategy.
+        dry_run: Dry run of the cell's strategy.
     """
     if network_check.fault is not None:
         return network_check.fault
@@ -235,12 +235,12 @@ def find_cell_refusal_reason(
         )
     except ModelError as error:
         return str(error)
-    return rehearsal.refusal_reason
+    return dry_run.refusal_reason
 
 
 def dry_run_requests(
     requests: Iterable[Request], folder: Path
-) -> tuple[dict[Network, CheckResult], dict[Request, Rehearsal]]:
+) -> tuple[dict[Network, CheckResult], dict[Request, DryRun]]:
     """Return the checks of the requests' models, and the dry runs of their strategies.
 
     Results are read from the cache if possible.
@@ -251,7 +251,7 @@ def dry_run_requests(
         request: CachedJob(
             f"{network.model} with {request.strategy}",
             (request, networks[network]),
-            {"rehearsal": request.as_dict()},
+            {"dry_run": request.as_dict()},
             # Expected duration: a dry run takes longer if the model is sharded.
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
@@ -259,18 +259,18 @@ def dry_run_requests(
         if networks[network].fault is None and networks[network].unchecked_reason is None
         if not request.is_trained_by_command
     }
-    rehearsals = compute_cached_results(
+    dry_runs = compute_cached_results(
         "kinds of cells to trace: {}; results are cached for the next run",
-        Rehearsal,
+        DryRun,
         dry_run_strategy,
         jobs,
         folder,
     )
-    by_command = Rehearsal(unpredicted_reason=BY_COMMAND)
+    by_command = DryRun(unpredicted_reason=BY_COMMAND)
     return networks, {
         r: by_command
         if r.is_trained_by_command
-        else rehearsals.get(r, _make_result_without_dry_run(networks[network]))
+        else dry_runs.get(r, _make_result_without_dry_run(networks[network]))
         for r, network in network_by_request.items()
     }
 
@@ -300,8 +300,8 @@ def check_neural_networks(requests: Iterable[Request], folder: Path) -> dict[Net
     )
 
 
-def _make_result_without_dry_run(network_check: CheckResult) -> Rehearsal:
-    return Rehearsal(
+def _make_result_without_dry_run(network_check: CheckResult) -> DryRun:
+    return DryRun(
         unpredicted_reason=network_check.unchecked_reason,
         unchecked_reason=network_check.unchecked_reason,
     )
@@ -444,7 +444,7 @@ def _count_model_parameters(request: Request) -> int:
 # --- dry run of one kind of cell --------------------------------------------------------------
 
 
-def dry_run_strategy(request: Request, network_check: CheckResult) -> Rehearsal:
+def dry_run_strategy(request: Request, network_check: CheckResult) -> DryRun:
     """Run a request's strategy with its model on fake tensors, and return the result.
 
     `network_check` is the check of the model.
@@ -461,17 +461,17 @@ def dry_run_strategy(request: Request, network_check: CheckResult) -> Rehearsal:
             request, trial, network_check.equal_blocks
         )
         if isinstance(made, Footprint):
-            return Rehearsal(made)
+            return DryRun(made)
         # Fake tensors may have caused the error. If the model is small, a step with real numbers shows
         # whether they did.
         if network_check.num_parameters <= MAX_REAL_PARAMETERS:
-            return Rehearsal(
+            return DryRun(
                 refusal_reason=_find_strategy_refusal_reason(request, trial),
                 unpredicted_reason=made,
             )
         if refusal := _find_strategy_refusal_reason(request, trial, only_by_rules=True):
-            return Rehearsal(refusal_reason=refusal, unpredicted_reason=made)
-        return Rehearsal(unpredicted_reason=made, unchecked_reason=made)
+            return DryRun(refusal_reason=refusal, unpredicted_reason=made)
+        return DryRun(unpredicted_reason=made, unchecked_reason=made)
 
 
 def make_footprint_or_error(

@@ -18,8 +18,8 @@ import yaml
 
 from stratbench.cell.installation import PACKAGE
 from stratbench.extensions.plan.check import (
+    DryRun,
     Network,
-    Rehearsal,
     dry_run_requests,
     find_cell_refusal_reason,
 )
@@ -192,7 +192,7 @@ def answer_model_question(
     subjects = [_remove_evaluation(make_cell_to_plan(config, study, cell)) for cell in study.cells]
     first, data = subjects[0].settings, subjects[0].data
     _check_training_length(question, data)
-    dry_runs: dict[Any, Rehearsal] = {}
+    dry_runs: dict[Any, DryRun] = {}
     networks: dict[Network, Any] = {}
 
     def make_answer_for_cells(cells_to_answer: Iterable[CellToPlan]) -> Answer:
@@ -278,7 +278,7 @@ def _remove_evaluation(s: CellToPlan) -> CellToPlan:
 def _make_strategy_answer(
     s: CellToPlan,
     network_check: Any,
-    dry_run: Rehearsal,
+    dry_run: DryRun,
     datasheet: Datasheet,
     cluster: Mapping[str, Any],
 ) -> StrategyAnswer:
