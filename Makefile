@@ -1,5 +1,5 @@
 # make demo    sets itself up, runs the demo study on this machine, writes results/demo/report.html
-# make test    sets itself up, runs all tests: about 25 minutes on 2 cores; make test-quick without the slow ones
+# make test    sets itself up, runs all tests: about 20 minutes on 2 cores; make test-quick without the slow ones
 # make lint    formatting and style     make docs    regenerates generated pages (make pages), and builds the
 #              site of all pages in docs/_build/html (make site), with Sphinx in an environment of its own
 # make gpu-check   checks the engine on a GPU, at most 10 minutes; uses $(PYTHON) where it has PyTorch
