@@ -52,8 +52,8 @@ def lock_file(descriptor: FileDescriptor, lock_type: int, path: Path) -> None:
             raise
         raise NoLocks(
             f"{path.parent}: its file system has no locks ({e.strerror}), so that a cell could be trained "
-            "twice at once; mount it with locks (Lustre: -o flock; NFS: version 4), or choose another folder "
-            "(results in config.yaml, or TMPDIR) "
+            "twice at once; mount it with locks (Lustre: -o flock; NFS: version 4, or rpc.statd on client "
+            "and server), or choose another folder (results in config.yaml, or TMPDIR) "
             f"{format_help_address('its file system has no locks')}"
         ) from e
 

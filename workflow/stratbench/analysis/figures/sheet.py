@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,28 +156,35 @@ FORMATS: dict[str, dict[str, None]] = {
 
 #: Tables of a font by which programs arrange text. A PDF has the place of each glyph, and needs none of them.
 LAYOUT_TABLES = ("GDEF", "GPOS", "GSUB")
-_load_font = subset.load_font
 
 
-def load_font_without_layout(*args: Any, **kwargs: Any) -> Any:
-    """Load a font that Matplotlib embeds in a PDF, without its LAYOUT_TABLES.
+@contextmanager
+def embed_fonts_without_layout() -> Iterator[None]:
+    """Have Matplotlib embed fonts in PDFs without their LAYOUT_TABLES.
 
     Reducing these tables to the used glyphs would take a third of the time of a figure.
     """
-    font = _load_font(*args, **kwargs)
-    for table in LAYOUT_TABLES:
-        if table in font:
-            del font[table]
-    return font
+    load_font = subset.load_font
 
+    def load_font_without_layout(*args: Any, **kwargs: Any) -> Any:
+        font = load_font(*args, **kwargs)
+        for table in LAYOUT_TABLES:
+            if table in font:
+                del font[table]
+        return font
 
-subset.load_font = load_font_without_layout
+    subset.load_font = load_font_without_layout
+    try:
+        yield
+    finally:
+        subset.load_font = load_font
 
 
 def save_figure(figure: Figure, stem: Path) -> None:
     """Save the figure in all FORMATS, and close it. The SVG has both themes; other formats are white."""
     for suffix, metadata in FORMATS.items():
-        with replace_file_atomically(stem.with_suffix(suffix)) as unfinished:
+        saved = replace_file_atomically(stem.with_suffix(suffix))
+        with embed_fonts_without_layout(), saved as unfinished:
             if suffix == ".svg":
                 Path(unfinished).write_text(render_svg(figure), encoding="utf-8")
             else:

@@ -42,11 +42,11 @@ def find_network_faults(
         on_other_machines: Whether other machines train the models.
     """
     keys = {_make_check_key(study, cell) for cell in cells} - {None}
-    by_key: dict[tuple[str, ...] | None, Cell] = {}
+    by_key: dict[tuple[str, ...], Cell] = {}
     # The first cell of the study, as in `snakemake check`: what that has found out is cached.
     for cell in study.cells if keys else ():
-        by_key.setdefault(_make_check_key(study, cell), cell)
-    by_key = {key: cell for key, cell in by_key.items() if key in keys}
+        if (key := _make_check_key(study, cell)) and key in keys:
+            by_key.setdefault(key, cell)
     if not by_key or find_spec("torch") is None:
         return []
     request = {"config": config, "cells": [cell.as_dict() for cell in by_key.values()]}
