@@ -37,6 +37,12 @@ def test_steps_of_a_page_are_read():
     assert (command.command, command.printed) == ("cat a.yaml", ["x: 1"])
 
 
+def test_a_file_without_a_name_would_not_be_written():
+    page = "Write this:\n\n```yaml\nx: 1\n```\n\n```console\n$ cat a.yaml\nx: 1\n```\n"
+    with pytest.raises(AssertionError, match="x: 1"):
+        read_steps(page)
+
+
 def test_what_a_command_prints_otherwise_is_a_failure(tmp_path: Path):
     follower = Follower(tmp_path)
     [step] = read_steps("```console\n$ echo one\ntwo\n```\n")

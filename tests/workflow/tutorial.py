@@ -2,7 +2,7 @@
 
 A fence ``console`` holds commands (`$ ...`), each above what it prints. There `…` stands for text that
 varies, and as a line of its own for any number of lines. A fence below a line that ends with "`NAME`:" is
-the content of that file.
+the content of that file. Below the last command stands what is not followed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ class Step:
 
 
 def read_steps(page: str) -> list[Step]:
-    """Return what a page asks for, in order."""
+    """Return what a page asks for, in order; AssertionError if it names no file for a fence's content."""
     steps: list[Step] = []
+    nameless = ""
     for fence in FENCE.finditer(page):
         kind, body = fence.groups()
         named = FILE.search(page[: fence.start()])
         if kind == "console":
+            assert not nameless, f"no line that ends with `NAME`: is above\n{nameless}"
             for line in body.splitlines():
                 if line.startswith("$ "):
                     steps.append(Step(command=line[2:]))
@@ -47,6 +49,8 @@ def read_steps(page: str) -> list[Step]:
                     steps[-1].printed.append(line)
         elif named:
             steps.append(Step(file=named.group(1), content=body))
+        else:
+            nameless = body
     return steps
 
 
