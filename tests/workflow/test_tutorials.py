@@ -21,6 +21,8 @@ from stratbench.study.order import compute_job_priority
     [
         (["a … s"], "before\na 1.5 s\nafter\n", True),
         (["a … s"], "a 1.5 min\n", False),
+        (["  a … s and b"], "  a 1.5 s\n    and b\n", True),
+        (["  a … s and b"], "  a 1.5 s\n    or b\n", False),
         (["a", "b"], "a\nx\nb\n", False),
         (["a", "…", "b"], "a\nx\ny\nb\n", True),
         (["a", "…", "b"], "b\na\n", False),

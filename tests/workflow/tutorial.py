@@ -55,13 +55,14 @@ def read_steps(page: str) -> list[Step]:
 
 
 def expected_output(printed: list[str]) -> re.Pattern[str]:
-    """Return what an output must hold, from a page's lines."""
+    """Return what an output must hold, from a page's lines, wherever it breaks them."""
     parts = []
     for line in printed:
         if line.strip() == ANY:
             parts.append(r"(?:.*\n)*?")
         else:
-            parts.append(r".*?".join(map(re.escape, line.rstrip().split(ANY))) + r"[ ]*\n")
+            texts = (re.sub(r"(?:\\ )+", r"\\s+", re.escape(t)) for t in line.rstrip().split(ANY))
+            parts.append(r".*?".join(texts) + r"[ ]*\n")
     return re.compile(r"^" + "".join(parts), re.MULTILINE)
 
 
