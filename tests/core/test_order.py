@@ -7,7 +7,8 @@ from itertools import groupby
 from types import SimpleNamespace
 
 from stratbench.cell.coordinates import Cell, expand_cells
-from stratbench.study.order import compute_job_priority, start_jobs_by_priority
+from stratbench.study.order import compute_job_priority
+from stratbench.study.snakemake_internals import start_jobs_by_priority
 
 STRATEGIES = [("single", 1), ("ddp", None), ("fsdp", None), ("ps-async", None)]
 

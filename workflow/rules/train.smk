@@ -42,7 +42,7 @@ onstart:
         # Snakemake does not know its SLURM jobs again after it was killed.
         live_jobs.wait_for_earlier_jobs(workflow, planned)
     resume.report_finished_jobs(workflow, training)
-    order.start_jobs_by_priority(workflow)
+    internals.start_jobs_by_priority(workflow)
     job_values.save_config_for_jobs(workflow)
     job_values.write_job_values(internals.iter_planned_jobs(workflow))
     if internals.runs_jobs_locally(workflow) and submissions:

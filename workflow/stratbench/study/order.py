@@ -6,10 +6,8 @@ If a machine becomes slower during a study, by heat or other jobs, this affects 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 from stratbench.cell.coordinates import Cell
-from stratbench.study.snakemake_internals import start_jobs_in_order
 
 #: A priority combines three numbers: repeat, comparison and cell. These are their upper limits. Larger ones
 #: would overflow the integers of the solver that Snakemake uses without `scheduler: greedy`.
@@ -34,12 +32,3 @@ def hash_names_to_integer(upper_limit: int, *names: str | int) -> int:
     """Return a pseudo-random integer below `upper_limit` that depends on `names` alone."""
     digest = hashlib.sha256("\n".join(map(str, names)).encode()).digest()
     return int.from_bytes(digest[:8], "big") % upper_limit
-
-
-def start_jobs_by_priority(workflow: Any) -> None:
-    """Make Snakemake start the jobs that it chooses together in the order of their priorities.
-
-    Snakemake chooses jobs by priority, but starts the chosen ones in any order, which on SLURM becomes the
-    order of the queue. `workflow` is Snakemake's, before its first job.
-    """
-    start_jobs_in_order(workflow, key=lambda job: -job.priority)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -151,12 +151,16 @@ def end_run(workflow: Any) -> None:
     Thread(target=workflow.scheduler.exit_gracefully).start()
 
 
-def start_jobs_in_order(workflow: Any, key: Callable[[Any], Any]) -> None:
-    """Make Snakemake start the jobs that it chooses together in ascending order of `key`."""
+def start_jobs_by_priority(workflow: Any) -> None:
+    """Make Snakemake start the jobs that it chooses together in the order of their priorities.
+
+    Snakemake chooses jobs by priority, but starts the chosen ones in any order, which on SLURM becomes the
+    order of the queue. This must be called before the first job.
+    """
     run = workflow.scheduler.run
 
     def run_jobs_in_order(jobs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        return run(sorted(jobs, key=key), *args, **kwargs)
+        return run(sorted(jobs, key=lambda job: -job.priority), *args, **kwargs)
 
     workflow.scheduler.run = run_jobs_in_order
 

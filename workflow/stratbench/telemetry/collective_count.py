@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from stratbench.telemetry.collectives import CollectiveCall
 from stratbench.workload.torch_internals import (
     TorchDispatchMode,
-    get_schema_arguments,
+    name_arguments,
     resolve_process_group,
     tree_leaves,
 )
@@ -83,8 +83,7 @@ def _get_collective_waiter(
     """Return what waits for a collective that an operator starts, as in `CollectiveCall.waiter`."""
     if operator.namespace == _FUNCTIONAL:
         return "user"
-    names = [argument.name for argument in get_schema_arguments(operator)]
-    arguments = dict(zip(names, operator_args, strict=False)) | operator_kwargs
+    arguments = name_arguments(operator, operator_args, operator_kwargs)
     return "none" if arguments.get("async_op", True) else "stream"
 
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from stratbench.cell.locks import (
+    FileDescriptor,
     create_temporary_locked_folder,
     lock_file,
     open_lock_file,
@@ -122,16 +122,10 @@ def _format_lock_holder() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}{f', SLURM job {job}' if job else ''}"
 
 
-class _LockedFile(NamedTuple):
-    """File that this process has locked."""
-
-    descriptor: int
-    #: Whether this process had to wait for the lock.
-    has_waited: bool
-
-
-def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> _LockedFile:
+def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> tuple[FileDescriptor, bool]:
     """Lock a file, after waiting for the process that holds the lock now.
+
+    Return the file's descriptor, and whether this process had to wait.
 
     Args:
         path: File to lock.
@@ -150,7 +144,7 @@ def _wait_for_lock(path: Path, reason: str, wait: bool = True) -> _LockedFile:
             )
             waited = True
         time.sleep(POLL_S)
-    return _LockedFile(descriptor, waited)
+    return descriptor, waited
 
 
 def lock_cell_as_worker(logs: Path) -> None:

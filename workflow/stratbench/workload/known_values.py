@@ -21,9 +21,9 @@ from stratbench.workload.torch_internals import (
     FakeTensorMode,
     OpOverload,
     compute_grouped_product_shape,
-    get_schema_arguments,
     get_storage_key,
     has_mutable_argument,
+    iter_written_tensors,
 )
 
 #: Largest number of elements of all tensors that a recipe computes. It suffices for a mask of 4096 positions.
@@ -102,7 +102,7 @@ class KnownValueFakeMode(FakeTensorMode):
         if isinstance(result, Tensor) and result.layout is torch.strided:
             recipe = self._build_recomputation_recipe(operator, args, kwargs, result.numel())
         if has_mutable_argument(operator):
-            for tensor in _iter_written_operands(operator, args, kwargs):
+            for tensor in iter_written_tensors(operator, args, kwargs):
                 # An in-place write changes all views of a storage. Counting it invalidates their recipes.
                 if (
                     tensor.layout is torch.strided
@@ -179,15 +179,6 @@ class _Unknown(Exception):
 
 def _get_tensor_storage_key(tensor: Tensor) -> int:
     return get_storage_key(tensor.untyped_storage())
-
-
-def _iter_written_operands(operator: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's operands to which it writes."""
-    for i, argument in enumerate(get_schema_arguments(operator)):
-        if argument.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            each = value if isinstance(value, list | tuple) else [value]
-            yield from (t for t in each if t is not None)
 
 
 def _iter_operand_recipes(operands: list[Any]) -> Iterator[Recipe]:

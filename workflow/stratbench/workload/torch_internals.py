@@ -7,7 +7,7 @@ uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -115,6 +115,32 @@ def get_schema_arguments(op: OpOverload) -> Sequence[Any]:
 def has_mutable_argument(op: OpOverload) -> bool:
     """Return whether an operator's schema has an argument to which it writes."""
     return op._schema.is_mutable
+
+
+def iter_written_tensors(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments to which it writes.
+
+    Args:
+        op: Operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    for i, argument in enumerate(get_schema_arguments(op)):
+        if argument.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def name_arguments(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operator's call by name, without those that have their default.
+
+    Args:
+        op: Operator.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    names = [argument.name for argument in get_schema_arguments(op)]
+    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def make_flop_formulas() -> dict[Any, Callable[..., int]]:

@@ -135,8 +135,8 @@ def _raise_for_schema_errors(faults: Iterable[Any]) -> None:
         raise ConfigError(join_messages(lines.values()))
 
 
-def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Fill in the schema's defaults of missing keys, in place, and return the config."""
+def fill_schema_defaults(config: dict[str, Any]) -> None:
+    """Fill in the schema's defaults of missing keys, in place."""
 
     def fill_block_defaults(block: dict[str, Any], properties: Mapping[str, Any]) -> None:
         for key, rule in properties.items():
@@ -149,10 +149,9 @@ def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
         config.setdefault(key, {})
     for key in (key for key, rule in top.items() if "properties" in rule):
         fill_block_defaults(config.setdefault(key, {}), top[key]["properties"])
-    for spec in config["datasets"].values():
-        fill_block_defaults(spec, top["datasets"]["additionalProperties"]["properties"])
-    for spec in config["models"].values():
-        fill_block_defaults(spec, top["models"]["additionalProperties"]["properties"])
+    for key in ("datasets", "models"):
+        for spec in config[key].values():
+            fill_block_defaults(spec, top[key]["additionalProperties"]["properties"])
     for study in config["studies"].values():
         fill_block_defaults(study, build_config_schema()["$defs"]["study"]["properties"])
         study.setdefault("variants", {})
@@ -160,7 +159,6 @@ def fill_schema_defaults(config: dict[str, Any]) -> dict[str, Any]:
             fill_block_defaults(
                 experiment, build_config_schema()["$defs"]["experiment"]["properties"]
             )
-    return config
 
 
 def collect_extension_values(

@@ -47,7 +47,7 @@ def validate_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         for block in values["experiments"].values():
             fill_adamw_defaults(block)
     fill_schema_defaults(config)
-    config["results"] = _normalise_folder("results", config["results"])
+    config["results"] = _normalise_results_folder(config["results"])
     if unknown := list(_iter_unknown_names(config)):
         raise ConfigError(join_messages(unknown))
     if config["cluster"]["skip_infeasible"] and config["cluster"]["gpu"] is None:
@@ -109,15 +109,15 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
             yield from iter_unknown_name_messages(where, block, values, config)
 
 
-def _normalise_folder(key: str, path: str) -> str:
-    """Return a folder's path without `~`, `./`, `//` and final slash, as rules need it.
+def _normalise_results_folder(path: str) -> str:
+    """Return the path of `results` without `~`, `./`, `//` and final slash, as rules need it.
 
     Raises:
         ConfigError: For a path that Snakemake or a command line would misread.
     """
     folder = os.path.normpath(os.path.expanduser(path))
     folder = "/" + folder.lstrip("/") if folder.startswith("/") else folder
-    key_and_value = f"config: {key} = {format_wrong_value(path)}"
+    key_and_value = f"config: results = {format_wrong_value(path)}"
     if folder in (".", "/"):
         raise ConfigError(
             f"{key_and_value}: must be a folder for results alone, because each study becomes a "

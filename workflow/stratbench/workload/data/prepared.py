@@ -57,8 +57,8 @@ def format_meta_file_name(identity: Mapping[str, Any] | None) -> str:
 
 def write_data_set(
     folder: Path, requested_metadata: Mapping[str, Any], source: Source, dataset: Dataset
-) -> Metadata:
-    """Write the arrays and metadata of a data set to a folder. Return the metadata.
+) -> None:
+    """Write the arrays and metadata of a data set to a folder.
 
     The metadata are `requested_metadata`, the numbers of samples, the source files, and the arrays' SHA-256,
     size in bytes and modification time. For images and waveforms they include the mean and standard deviation
@@ -135,7 +135,6 @@ def write_data_set(
     }
     path = folder / format_meta_file_name(requested_metadata["spec"])
     path.write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-    return meta
 
 
 class _ByteMoments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from stratbench.workload.torch_internals import (
     get_storage_key,
     get_write_count,
     has_mutable_argument,
-    tree_leaves,
+    iter_written_tensors,
 )
 
 #: Names of the attributes that every nn.Module has. All other attributes are the user's.
@@ -214,7 +214,7 @@ class Changes(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = self.draws or _operator_draws_random_numbers(func, args, kwargs)
-        for t in _iter_tensors_written_by(func, args, kwargs):
+        for t in iter_written_tensors(func, args, kwargs) if has_mutable_argument(func) else ():
             for name, p in self._by_storage.get(get_storage_key(t.untyped_storage()), ()):
                 if name not in self._parameters:
                     self._parameters[name] = p, p.detach().clone()
@@ -245,16 +245,6 @@ class Changes(TorchDispatchMode):
                     self._buffers[i] = (module, key, name, tensor, before, get_write_count(tensor))
         if other_state:
             self._attributes.restore_user_attributes()
-
-
-def _iter_tensors_written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments to which it writes."""
-    if not has_mutable_argument(func):
-        return
-    for i, argument in enumerate(get_schema_arguments(func)):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
 def _operator_draws_random_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

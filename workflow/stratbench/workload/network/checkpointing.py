@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from stratbench.workload.network.sharding import ShardGroups
-from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, get_schema_arguments
+from stratbench.workload.torch_internals import KEPT_BY_SELECTIVE, BatchNorm, name_arguments
 
 aten = torch.ops.aten
 #: Matrix products. The mode `selective` stores the result of every second one, as torchtitan does.
@@ -139,8 +139,7 @@ def _is_attention_with_dropout(operator: Any, args: Any, kwargs: Any) -> bool:
 
     Its result must not be stored, since the recomputation would then draw other random numbers.
     """
-    names = [argument.name for argument in get_schema_arguments(operator)]
-    return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
+    return bool(name_arguments(operator, args, kwargs).get("dropout_p"))
 
 
 class _Recomputing:

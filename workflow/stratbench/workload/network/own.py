@@ -209,25 +209,26 @@ def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> 
     Raises:
         ModelError: If the call fails, or does not return a model that can be trained.
     """
+    import torch
     from torch import nn
 
     kwargs: dict[str, Any] = {}
     try:
         kwargs = collect_call_arguments(own_model, classes, shape)
         made = _get_model_builder(own_model)(**kwargs)
-    except (MemoryError, ModelError):
+    # The user's code is not the cause of a lack of memory.
+    except (MemoryError, torch.OutOfMemoryError, ModelError):
         raise
     except Unsuitable as e:
         raise ModelError(f"{own_model}: {e}") from e
     except Exception as e:
-        _reraise_out_of_memory(e)
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
             f"{own_model}: called with ({called}), raised "
             f"{format_user_error(e)}{_describe_missing_data_values(shape, e)}"
         ) from e
     if not isinstance(made, nn.Module):
-        raise ModelError(f"{own_model}: returned {_describe_type(made)}; return a torch.nn.Module")
+        raise ModelError(f"{own_model}: returned a {type(made).__name__}; return a torch.nn.Module")
     for name, p in made.named_parameters():
         if nn.parameter.is_lazy(p):
             raise ModelError(
@@ -316,15 +317,3 @@ def _describe_missing_data_values(shape: Sequence[int], e: Exception) -> str:
     if not isinstance(e, TypeError) or not wanted:
         return ""
     return f"; the data set has {get_sample_kind(shape)}, which have no {' and no '.join(sorted(wanted))}"
-
-
-def _reraise_out_of_memory(e: Exception) -> None:
-    """Re-raise an out-of-memory error unchanged, because the user's model did not cause it."""
-    import torch
-
-    if isinstance(e, torch.OutOfMemoryError):
-        raise e
-
-
-def _describe_type(value: Any) -> str:
-    return f"a {type(value).__name__}"
