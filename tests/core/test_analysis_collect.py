@@ -14,7 +14,6 @@ from pathlib import Path
 import fixture_records as fixture
 import pytest
 
-from launching import LIMIT_S
 from stratbench.analysis.records import collect, derived
 from stratbench.cell.installation import PACKAGE
 from stratbench.cell.text.help_page import format_help_address
@@ -134,22 +133,6 @@ def worker(host, affinity, quota=None):
 )
 def test_cores_are_those_that_the_workers_may_use(workers, cores):
     assert derived.count_usable_cpu_cores({"workers": workers}) == cores
-
-
-@pytest.mark.slow
-def test_the_analysis_never_imports_torch():
-    modules = ("records.collect", "tables.tables", "figures.plots", "report.report")
-    imports = "; ".join(f"import stratbench.analysis.{module}" for module in modules)
-    code = f"import sys; {imports}; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(WORKFLOW), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
-    assert done.stdout.strip() == "False"
 
 
 #: The command line of `collect`, which leaves what the kernel says of its process at the end.

@@ -488,22 +488,6 @@ def test_the_command_prints_one_message_and_no_traceback(
     assert "Traceback" not in errors
 
 
-def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
-    code = (
-        "import sys, stratbench.workload.data.datasets; "
-        "print({'torch', 'numpy', 'pandas'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(WORKFLOW)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
-    assert done.stdout.strip() == "set()"
-
-
 # ---------------------------------------------------------------- the real files
 
 

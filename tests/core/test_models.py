@@ -273,12 +273,6 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_reading_the_facts_imports_neither_torch_nor_numpy() -> None:
-    heavy = "{'torch', 'numpy', 'torchvision'}"
-    code = f"import sys, stratbench.workload.network.models; print({heavy} & set(sys.modules))"
-    assert run_python(code) == "set()"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("compiled_part", ["missing", "there"])

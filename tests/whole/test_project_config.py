@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +44,6 @@ def test_a_config_of_text_alone_is_the_same_config():
     }
     given["datasets"] |= {"mine": {"source": "synthetic", "size": 8}}
     assert validation.validate_config(as_text(given)) == validation.validate_config(given)
-
-
-def test_a_config_is_read_without_torch():
-    code = (
-        "import sys, yaml; from stratbench.study.config import config;"
-        "config.load_config(yaml.safe_load(open('config.yaml', encoding='utf-8')));"
-        "print([m for m in ('torch', 'numpy', 'pandas') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": str(ROOT / "workflow")},
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        check=True,
-        timeout=300,
-    )
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_demo_runs_every_strategy_of_the_paper_and_repeats_what_it_is_to_answer():

@@ -60,6 +60,10 @@ def test_the_studies_of_the_config_expand(workflow, study):
             "from stratbench.analysis.tables import tables",
             FOR_STAGES,
         ),
+        (
+            "import stratbench.analysis.records.collect, stratbench.analysis.figures.plots",
+            ("torch",),
+        ),
     ],
 )
 def test_what_commands_import_is_light(code, heavy):
