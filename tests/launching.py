@@ -86,6 +86,12 @@ class LaunchedCell:
         output, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, output
 
+    def finish_with(self, exit_code: int) -> str:
+        """What was printed until the end, which must have this exit code."""
+        code, output = self.finish()
+        assert code == exit_code, output
+        return output
+
     def read_record(self) -> dict[str, Any]:
         return json.loads(self.record.read_text())
 

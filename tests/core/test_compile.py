@@ -188,8 +188,7 @@ def test_without_a_compiler_a_cell_ends_in_one_sentence(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     cell = start_cell(settings("ddp", compile=True), env=os.environ)
-    exit_code, output = cell.finish()
-    assert exit_code == 1
+    output = cell.finish_with(1)
     assert (
         "compile = true: torch.compile needs the compiler 'no-such-compiler', which is missing"
         in output

@@ -90,7 +90,6 @@ def test_spans_add_up_and_nothing_is_said_where_nothing_is_counted(tmp_path, mon
 @pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
 def test_each_worker_records_its_wait(start_cell, warm, strategy):
     launched = start_cell(settings(strategy), env=warm)
-    code, output = launched.finish()
-    assert code == 0, output
+    launched.finish_with(0)
     for worker in launched.read_record()["workers"]:
         assert worker["core_wait_s"] >= 0

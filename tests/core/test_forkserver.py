@@ -247,8 +247,7 @@ def shared() -> Iterator[psutil.Process]:
 def test_cells_share_a_server(shared, start_cell):
     for strategy in ("ddp", "ps-async"):
         launched = start_cell(settings(strategy))
-        code, output = launched.finish()
-        assert code == 0, output
+        output = launched.finish_with(0)
         assert "share a fork server" in output
         assert any("libtorch" in mapped.path for mapped in shared.memory_maps())  # once for all
     assert not shared.children()
@@ -268,8 +267,7 @@ def test_a_shared_server_leaves_nothing_behind(monkeypatch):
 def test_cells_that_share_a_server_have_their_own_numbers_of_threads(shared, start_cell):
     """OpenMP has read another one when PyTorch was imported."""
     launched = start_cell(settings("ddp", threads=3))
-    code, output = launched.finish()
-    assert code == 0, output
+    output = launched.finish_with(0)
     assert "share a fork server" in output
     workers = launched.read_record()["workers"]
     assert [w["provenance"]["host"]["threads"] for w in workers] == [3, 3]
@@ -284,8 +282,7 @@ def test_a_killed_launcher_takes_its_processes_but_not_the_server(shared, start_
     launched.process.kill()
     assert_gone(processes)
     launched = start_cell(settings("ddp"))
-    code, output = launched.finish()
-    assert code == 0, output
+    output = launched.finish_with(0)
     assert "share a fork server" in output
 
 
@@ -296,13 +293,11 @@ def test_cells_go_on_without_a_server_that_was_killed(shared, start_cell):
     train_one_epoch(launched)
     processes = shared.children()
     shared.kill()
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert "rank0: killed by SIGKILL" in output
     assert_gone(processes)
     launched = start_cell(settings("ddp"))
-    code, output = launched.finish()
-    assert code == 0, output
+    output = launched.finish_with(0)
     assert "share a fork server" not in output
 
 

@@ -137,8 +137,7 @@ def own(tmp_path: Path, warm: dict[str, str]) -> Callable[..., dict[str, Any]]:
 def test_a_cell_that_finishes(start_cell, warm):
     launched = start_cell(settings("ddp", epochs=2), env=warm)
     launched.record.parent.mkdir(parents=True)
-    code, output = launched.finish()
-    assert code == 0, output
+    launched.finish_with(0)
     found = record.read_record(launched.record)  # validates
     assert found["status"] == "ok"
     assert found["reason"] is None
@@ -169,8 +168,7 @@ def test_a_profiled_cell(start_cell, warm, strategy):
     """The trace is beside the logs and in no figure; the rest of the record has its context."""
     launched = start_cell(settings(strategy, epochs=2, profile=True), env=warm)
     launched.record.parent.mkdir(parents=True)
-    code, output = launched.finish()
-    assert code == 0, output
+    launched.finish_with(0)
     found = record.read_record(launched.record)
     assert found["batch"]["samples_seen"] == 2 * 64
     assert found["time"]["step_ms"]["count"] == 2 * 8
@@ -204,8 +202,7 @@ def test_a_straggler_slows_every_step(start_cell, warm):
     launched = start_cell(
         settings("ddp", global_batch=64, per_worker_batch=32, epochs=4, slowdown=slow), env=warm
     )
-    code, output = launched.finish()
-    assert code == 0, output
+    launched.finish_with(0)
     ranks = [launched.folder.read_worker_result(r) for r in (0, 1)]
     done = ranks[1]["strategy"]["details"]["slowdown"]
     assert "slowdown" not in ranks[0]["strategy"]["details"]
@@ -223,8 +220,7 @@ def test_time_limit(start_cell, warm):
         if trains_one_epoch(launched):
             break
     processes = [*family(launched), *map(psutil.Process, worker_pids(launched).values())]
-    code, output = launched.finish()
-    assert code == 0, output
+    launched.finish_with(0)
     assert_gone(processes)
     found = record.read_record(launched.record)
     assert found["status"] == "timeout"
@@ -243,8 +239,7 @@ def test_time_limit(start_cell, warm):
 @pytest.mark.parametrize("strategy", ["ddp", "ps-async"])
 def test_a_time_limit_before_the_first_step_is_an_error(start_cell, warm, strategy):
     launched = start_cell(settings(strategy), time_limit_s=0.01, env=warm)
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert not launched.record.exists()
     evidence = json.loads((launched.logs / "failure.json").read_text())
     assert evidence["reason"] == (
@@ -330,8 +325,7 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
 @pytest.mark.slow
 def test_divergence(start_cell, warm):
     launched = start_cell(settings("ddp", lr=1e6, epochs=50), env=warm)
-    code, output = launched.finish()
-    assert code == 0, output
+    launched.finish_with(0)
     found = record.read_record(launched.record)
     assert found["status"] == "diverged"
     assert "of 50" in found["reason"]
@@ -346,8 +340,7 @@ def test_out_of_memory(start_cell, own):
     launched = start_cell(**own("ddp", "Large"))
     seen = set()
     until(lambda: seen.update(family(launched)) or launched.process.poll() is not None)
-    code, output = launched.finish()
-    assert code == 0, output
+    launched.finish_with(0)
     assert_gone([*seen])
     found = record.read_record(launched.record)
     assert found["status"] == "oom"
@@ -364,8 +357,7 @@ def test_a_killed_worker(start_cell, warm):
     train_one_epoch(launched)
     processes = [*family(launched), *map(psutil.Process, worker_pids(launched).values())]
     psutil.Process(worker_pids(launched)["rank1"]).kill()
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert_gone(processes)
     assert not launched.record.exists()
     evidence = json.loads((launched.logs / "failure.json").read_text())
@@ -387,8 +379,7 @@ def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell
     pids = launched.folder.get_pid_list_path(0)
     until(lambda: pids.exists() and "rank1 " in pids.read_text())
     psutil.Process(worker_pids(launched)["rank1"]).kill()
-    code, output = launched.finish()  # the servers would wait 600 s
-    assert code == 1
+    output = launched.finish_with(1)  # the servers would wait 600 s
     assert "rank1: killed by SIGKILL" in output
     assert not launched.record.exists()
 
@@ -397,8 +388,7 @@ def test_a_worker_killed_before_the_servers_know_it_is_not_waited_for(start_cell
 def test_a_worker_that_raises(start_cell, warm):
     """An error in Python: the traceback's end is in the evidence."""
     launched = start_cell(settings("ddp", model="no-such-model"), env=warm)
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert not launched.record.exists()
     evidence = json.loads((launched.logs / "failure.json").read_text())
     assert "no-such-model" in evidence["reason"]
@@ -408,8 +398,7 @@ def test_a_worker_that_raises(start_cell, warm):
 
 def test_missing_gpus(start_cell):
     launched = start_cell(settings("ddp", device="cuda"))
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert "no GPU is visible" in output
     assert "device: cpu" in output
     assert "Traceback" not in output
@@ -419,8 +408,7 @@ def test_missing_gpus(start_cell):
 
 def test_missing_data(start_cell, tmp_path):
     launched = start_cell(settings("ddp"), data_dir=tmp_path / "nowhere")
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert str(tmp_path / "nowhere") in output
     assert "Traceback" not in output
 
@@ -436,8 +424,7 @@ def test_changed_data_fails_the_cell_instead_of_repeating_the_old_hash(
         f.seek(-1, 2)
         f.write(bytes([last[0] ^ 1]))
     launched = start_cell(settings("ddp"), data_dir=folder)
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert "train_inputs have changed since the data set was prepared" in output
     assert "Traceback" not in output
     assert not launched.record.exists()
@@ -515,8 +502,7 @@ def test_broken_meta_data_are_one_message(start_cell, tmp_path):
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut/meta.json").write_text('{"shape": [1, 16')
     launched = start_cell(settings("ddp"), data_dir=tmp_path / "cut")
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert f"{tmp_path / 'cut'} is not a complete prepared data set" in output
     assert "Traceback" not in output
     assert "cut" in json.loads((launched.logs / "failure.json").read_text())["reason"]
@@ -525,8 +511,7 @@ def test_broken_meta_data_are_one_message(start_cell, tmp_path):
 def test_results_that_cannot_be_written_are_one_message(start_cell, tmp_path):
     (tmp_path / "tests").write_text("in place of the folder")
     launched = start_cell(settings("ddp"))
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert "FAILED: [Errno" in output
     assert "--- not kept: " in output
     assert "Traceback" not in output
@@ -560,8 +545,7 @@ def test_whatever_happens_is_told_and_kept(tmp_path, monkeypatch, capsys, error,
 def test_a_locale_without_umlauts_stops_nothing(start_cell, tmp_path):
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     launched = start_cell(settings("ddp"), data_dir=tmp_path / "größe", env=os.environ | plain)
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     assert "is not a complete prepared data set" in output
     assert "Traceback" not in output
     assert "gr" in json.loads((launched.logs / "failure.json").read_text())["reason"]
@@ -572,8 +556,7 @@ def test_a_worker_of_servers_that_raises_while_building_ends_the_cell_at_once(st
     """Worker 1 lives and waits with the servers for worker 0, whose slowdown makes no sense."""
     broken = {"workers": [0], "factor": "three"}
     launched = start_cell(settings("ps-sync", slowdown=broken, epochs=1000), env=warm)
-    code, output = launched.finish()  # the servers would wait 600 s
-    assert code == 1, output
+    launched.finish_with(1)  # the servers would wait 600 s
     evidence = json.loads((launched.logs / "failure.json").read_text())
     assert "Error: " in evidence["reason"]
     assert "rank0: exit code 1" in evidence["processes"]
@@ -590,8 +573,7 @@ def test_a_second_launcher_of_a_cell_waits_and_keeps_the_firsts_record(start_cel
     (tmp_path / "stay").unlink()
     assert any("its record stays" in line for line in output)
     assert second.process.wait() == 0
-    code, output = first.finish()
-    assert code == 0, output
+    output = first.finish_with(0)
     assert record.read_record(first.record)["status"] == "ok"
     assert not first.folder.job_secret_path.exists()
 
@@ -1105,8 +1087,7 @@ def test_without_room_on_the_disk_the_reason_names_the_file(start_cell, warm):
         env=warm | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would be cut off
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000)),
     )
-    code, output = launched.finish()
-    assert code == 1
+    output = launched.finish_with(1)
     [failed] = [line for line in output.splitlines() if " FAILED: " in line]
     assert "File too large" in failed
     assert failed.endswith(("/record.json'", "/timeline.csv'"))  # more samples on a busy machine

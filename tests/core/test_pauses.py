@@ -192,8 +192,7 @@ def test_a_cell_that_is_stopped_while_it_trains_trains_again(
     with stopped(launched, in_group):
         time.sleep(2 * pauses.SHORTEST_S)
         (tmp_path / "stay").unlink()
-    code, output = launched.finish()
-    assert code == 0, output
+    output = launched.finish_with(0)
     assert re.search(r"paused for \d+\.\d s \(.*\) while it trained; it trains again", output)
     found = record.read_record(launched.record)
     assert found["status"] == "ok"

@@ -50,8 +50,7 @@ def test_a_collective_that_gloo_aborts_ends_in_the_sentence_of_the_calls(
     own = spec | users_code.compute_code_fingerprint(spec["call"], [tmp_path])
     s = settings("fsdp", model="mine", own_model=own, epochs=3)
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
-    code, output = launched.finish()
-    assert code == 0, output
+    output = launched.finish_with(0)
     found = launched.read_record()
     assert (found["status"], found["reason"]) == ("unsupported", SAID.format(4)), output
 

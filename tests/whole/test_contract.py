@@ -119,8 +119,7 @@ def train(
             launched = start_cell(
                 s, cell=cell, data_dir=tmp_path / "data", env=env, workflow=workflow
             )
-            code, output = launched.finish()
-            assert code == 0, output
+            launched.finish_with(0)
             if cell.strategy == RIVAL:
                 rivals[s.as_json()] = {p.name: p.read_text() for p in folder.iterdir()}
         [cell] = [cell for cell in study.cells if cell.strategy == name]

@@ -179,8 +179,7 @@ def test_servers_train_the_same_bit_for_bit(folders, start_cell, warm):
                      global_batch=128, per_worker_batch=64, dataset="digits",
                      data_spec=None)  # fmt: skip
         cell = start_cell(s, data_dir=folders["images"], env=warm)
-        code, output = cell.finish()
-        assert code == 0, output
+        cell.finish_with(0)
         records.append(cell.read_record())
     first, second = ([{k: e[k] for k in ("test_loss", "score")} for e in r["score"]["per_epoch"]]
                      for r in records)  # fmt: skip

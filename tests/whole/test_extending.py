@@ -124,8 +124,7 @@ def test_a_cell_trains_with_a_strategy_and_a_metric_of_ones_own(tmp_path, start_
         ),
         workflow=copy_with(["A strategy", "A metric"], tmp_path),
     )
-    code, output = launched.finish()
-    assert code == 0, output
+    launched.finish_with(0)
     found = launched.read_record()
     assert found["status"] == "ok"
     assert found["strategy"]["name"] == "pairs"

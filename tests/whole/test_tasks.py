@@ -421,8 +421,7 @@ def test_a_cell_trains_by_a_task_of_ones_own_and_its_record_names_it(
     code = users_code.compute_code_fingerprint(f"{own_tasks}:Top3", [tmp_path])
     s = settings("ddp", own_task={"call": f"{own_tasks}:Top3"} | code)
     launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
-    exit_code, output = launched.finish()
-    assert exit_code == 0, output
+    launched.finish_with(0)
     found = record.read_record(launched.record)
     assert found["task"]["name"] == f"{own_tasks}:Top3"
     assert found["task"]["own"]["files"] == [f"{own_tasks}.py"]
@@ -449,8 +448,7 @@ def test_cells_by_a_sum_and_its_weight_agree_whatever_trains_them(
             epochs=2,
         )
         launched = start_cell(s, env=warm | {users_code.CODE_VARIABLE: str(tmp_path)})
-        exit_code, output = launched.finish()
-        assert exit_code == 0, output
+        launched.finish_with(0)
         found = record.read_record(launched.record)
         assert found["task"]["loss_weighs"]
         assert found["task"]["loss_adds_up"]
@@ -533,8 +531,7 @@ def test_steps_start_the_data_over_and_leave_no_score(strategy, workers, start_c
     """64 samples are 4 batches of 16: 10 steps are two and a half passes."""
     s = settings(strategy, epochs=None, steps=10)
     launched = start_cell(s, env=warm)
-    exit_code, output = launched.finish()
-    assert exit_code == 0, output
+    launched.finish_with(0)
     found = record.read_record(launched.record)
     assert found["status"] == "ok"
     assert found["batch"]["samples_seen"] == 160
