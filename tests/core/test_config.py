@@ -170,7 +170,6 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
         ({"optimizer": "adamw", "nesterov": True}, ["nesterov = true: AdamW uses betas instead"]),
         ({"betas": [0.9, 0.99]}, ["betas = [0.9, 0.99]: only AdamW", "optimizer: adamw"]),
         ({"eps": 1e-8}, ["eps = 1e-08: only AdamW"]),
-        ({"optimizer": "adamw", "betas": [0.9]}, ["betas"]),
         ({"optimizer": "adamw", "betas": [0.9, 1.0]}, ["betas", "less than 1"]),
         ({"schedule": "step"}, ["schedule = 'step'", "cosine"]),
         ({"final_lr": 0.001}, ["final_lr = 0.001: a constant schedule", "remove"]),
@@ -593,7 +592,7 @@ def test_every_setting_of_an_experiment_reaches_the_settings_of_its_cells(name):
     given = {"models": ["resnet-compact"], "strategies": ["ddp"]} | needed.get(name, {})
     _, study_ = config.load_config(raw(**given | {name: value}))
     found = settings_of(study_)
-    assert [getattr(s, name) for s in found] == [value] * len(study_.cells)
+    assert [json.loads(s.as_json())[name] for s in found] == [value] * len(study_.cells)
     assert all(
         f"{name}={json.dumps(value, sort_keys=True)}" == s.format_setting(name) for s in found
     )
@@ -628,16 +627,6 @@ def test_the_time_limit_is_no_setting(change):
     one, other = study(), study(**change)
     assert [one.settings(c) for c in one.cells] == [other.settings(c) for c in other.cells]
     assert other.time_limit_s(other.cells[0]) == change["time_limit_s"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"lr": 0.06}, {"epochs": 3}, {"precision": "bf16"}, {"global_batch": 32}, {"threads": 1},
-     {"slowdown": {"sigma": 0.5}}, {"device": "cpu"}, {"momentum": 0.5}, {"augment": True}],
-)  # fmt: skip
-def test_every_other_key_is_a_setting(change):
-    one, other = study(), study(**change)
-    assert all(one.settings(c).as_json() != other.settings(c).as_json() for c in one.cells)
 
 
 def test_the_order_of_keys_is_no_setting():

@@ -323,18 +323,6 @@ def test_a_cell_that_hangs_is_an_error_that_says_who_waits_for_whom(
 
 
 @pytest.mark.slow
-def test_divergence(start_cell, warm):
-    launched = start_cell(settings("ddp", lr=1e6, epochs=50), env=warm)
-    launched.finish_with(0)
-    found = record.read_record(launched.record)
-    assert found["status"] == "diverged"
-    assert "of 50" in found["reason"]
-    assert found["score"]["per_epoch"][-1]["train_loss"] is None
-    assert found["score"]["final"] is None
-    assert len(found["score"]["per_epoch"]) < 50
-
-
-@pytest.mark.slow
 def test_out_of_memory(start_cell, own):
     """A step asks for more than any machine has."""
     launched = start_cell(**own("ddp", "Large"))

@@ -185,20 +185,13 @@ def test_outcomes_are_results_and_are_printed_as_such(workflow):
     assert workflow.jobs(tables) == {}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lr": "fast"}, "config: studies.tiny.experiments.first.lr = 'fast': must be a number"),
-        ({"strategies": ["dpp"]}, "Did you mean 'ddp'?"),
-        ({"learning_rate": 0.1}, "unknown key 'learning_rate'"),
-    ],
-)
-def test_a_config_mistake_is_one_message_before_any_job(workflow, change, message):
+def test_a_config_mistake_is_one_message_before_any_job(workflow):
     config = tiny_config()
-    config["studies"]["tiny"]["experiments"]["first"] |= change
+    config["studies"]["tiny"]["experiments"]["first"]["lr"] = "fast"
     workflow.write_config(config)
     result = workflow.run()
     assert result.returncode != 0
+    message = "config: studies.tiny.experiments.first.lr = 'fast': must be a number"
     assert message in result.stdout
     assert "Traceback" not in result.stdout
     assert not (workflow.folder / "results").exists()
