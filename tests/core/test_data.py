@@ -435,7 +435,8 @@ def test_a_prepared_folder_with_odd_files_is_not_whole(tmp_path: Path, odd: str)
         array.symlink_to("/dev/zero")
     elif odd == "no JSON":
         array.write_text("{" * 100_000)
-    for read in (prepared.read_verified_metadata, prepared.read_data_set):
+    of_meta = [prepared.read_unverified_metadata] if odd == "no JSON" else []
+    for read in (prepared.read_verified_metadata, prepared.read_data_set, *of_meta):
         with pytest.raises(DataError, match="is not a complete prepared data set"):
             read(out)
     assert prepared.read_metadata_if_intact(out, {"sha256": meta["sha256"]}) is None
