@@ -46,11 +46,6 @@ def test_a_cell_names_itself():
     assert "4 workers" in str(Cell("s", "e", "ddp", "m", "digits", 4, 0))
 
 
-def test_a_cell_survives_json():
-    cell = matrix()[0]
-    assert Cell(**json.loads(json.dumps(cell.as_dict()))) == cell
-
-
 def test_statuses_are_those_of_the_schema():
     assert list(STATUSES) == json.loads(RECORD_SCHEMA.read_text())["properties"]["status"]["enum"]
 
@@ -91,11 +86,6 @@ def test_records_are_listed_by_status(results, capsys):
     assert listed(capsys, "--status", "oom,timeout", "--results", str(results)) == [
         str(results / path / "record.json") for path in expected
     ]
-
-
-def test_records_of_one_study(results, capsys):
-    paths = listed(capsys, "--status", "oom", "--study", "t", "--results", str(results))
-    assert paths == [str(results / "t/cells/e/ddp/a/1gpu/rep0/record.json")]
 
 
 def test_paths_are_those_of_the_rules(results, capsys, monkeypatch):
