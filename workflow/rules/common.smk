@@ -118,6 +118,11 @@ def cell_of(wildcards):
     return or_workflow_error(JOBS.find_cell, wildcards)
 
 
+def cell_request(wildcards):
+    """What the cell asks a scheduler for."""
+    return JOBS.build_job_request(cell_of(wildcards))
+
+
 def setting_parameters():
     """A parameter for each setting of a training job: a changed one trains again, and is named in a dry run.
 

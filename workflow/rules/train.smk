@@ -66,25 +66,21 @@ rule train_cell:
         ENV
     resources:
         # Not parameters: asking for other nodes or more time does not retrain what has finished.
-        nodes=lambda w: JOBS.build_job_request(cell_of(w)).nodes,
-        gres=lambda w: JOBS.build_job_request(cell_of(w)).gres,
+        nodes=lambda w: cell_request(w).nodes,
+        gres=lambda w: cell_request(w).gres,
         # One task a node, which the launcher starts itself: SLURM's plugin must neither derive tasks
         # from GPUs nor wrap the job in an srun of its own, which it does where `mpi` is not set.
-        tasks=lambda w: JOBS.build_job_request(cell_of(w)).nodes,
+        tasks=lambda w: cell_request(w).nodes,
         tasks_per_gpu=0,
-        mpi=lambda w: "srun" if JOBS.build_job_request(cell_of(w)).nodes > 1 else "",
-        cpus_per_task=lambda w: JOBS.build_job_request(cell_of(w)).cpus,
-        server_cpus=lambda w: JOBS.build_job_request(cell_of(w)).server_cpus,
-        mem_mb=lambda w: JOBS.build_job_request(cell_of(w)).mem_mib,
-        runtime=lambda w: JOBS.build_job_request(cell_of(w)).runtime_min,
+        mpi=lambda w: "srun" if cell_request(w).nodes > 1 else "",
+        cpus_per_task=lambda w: cell_request(w).cpus,
+        server_cpus=lambda w: cell_request(w).server_cpus,
+        mem_mb=lambda w: cell_request(w).mem_mib,
+        runtime=lambda w: cell_request(w).runtime_min,
         time_limit_s=lambda w: int(STUDY.time_limit_s(cell_of(w)) or 0),
         # Workers that are jobs of their own, at most so many at a time, which this job submits; and in words.
-        worker_jobs=lambda w: JOBS.build_job_request(cell_of(w)).workers,
-        as_jobs=lambda w: (
-            " (jobs of their own)"
-            if JOBS.build_job_request(cell_of(w)).workers
-            else ""
-        ),
+        worker_jobs=lambda w: cell_request(w).workers,
+        as_jobs=lambda w: (" (jobs of their own)" if cell_request(w).workers else ""),
         # The record says how many repeats were planned; more of them retrain none.
         repeats=lambda w: STUDY.experiments[w.experiment].expand_cells_arguments[
             "repeats"

@@ -52,12 +52,7 @@ class PlanFile:
             settings: Settings of the cell.
             cluster: The `cluster` block of the config.
         """
-        planned = self._get_planned_needs(cell)
-        return (
-            planned.get("cell_time_high_s")
-            if self._is_plan_for_settings_and_gpu(planned, settings, cluster)
-            else None
-        )
+        return self._get_needs_of_same_plan(cell, settings, cluster).get("cell_time_high_s")
 
     def get_infeasibility_reason(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
@@ -71,19 +66,17 @@ class PlanFile:
             settings: Settings of the cell.
             cluster: The `cluster` block of the config.
         """
-        planned = self._get_planned_needs(cell)
-        return (
-            planned.get("infeasible")
-            if self._is_plan_for_settings_and_gpu(planned, settings, cluster)
-            else None
-        )
+        return self._get_needs_of_same_plan(cell, settings, cluster).get("infeasible")
 
-    def _is_plan_for_settings_and_gpu(
-        self, planned: Mapping[str, Any], settings: Settings, cluster: Mapping[str, Any]
-    ) -> bool:
-        return self.gpu == cluster["gpu"] and planned.get("settings") == compute_settings_digest(
+    def _get_needs_of_same_plan(
+        self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return a cell's planned needs, or nothing if the plan is for other settings or another GPU."""
+        planned = self._get_planned_needs(cell)
+        is_same = self.gpu == cluster["gpu"] and planned.get("settings") == compute_settings_digest(
             settings
         )
+        return planned if is_same else {}
 
     def _get_planned_needs(self, cell: Cell) -> Mapping[str, Any]:
         """Return the memory and time that the plan predicts for a cell.

@@ -205,37 +205,37 @@ def compute_energy_joules(
     """
     of_gpu = _read_energy_samples_by_gpu(sample_csvs)
     parts = [
-        of_gpu[gpu].compute_joules_between(*interval) if gpu in of_gpu else None
+        _compute_joules_between(*of_gpu[gpu], *interval) if gpu in of_gpu else None
         for gpu, its in intervals.items()
         for interval in its
     ]
     return None if not parts or None in parts else sum(parts)
 
 
-class _EnergySeries:
-    """Samples of a GPU over time: total joules, and watts."""
+#: Values of a GPU over time, as pairs of time in seconds and value.
+_Series = list[tuple[float, float]]
 
-    def __init__(self) -> None:
-        self.counter: list[tuple[float, float]] = []
-        self.power: list[tuple[float, float]] = []
 
-    def compute_joules_between(self, t0_s: float, t1_s: float) -> float | None:
-        counted = _compute_joules_from_counter(self.counter, t0_s, t1_s)
-        return _compute_joules_from_power(self.power, t0_s, t1_s) if counted is None else counted
+def _compute_joules_between(
+    counter: _Series, power: _Series, t0_s: float, t1_s: float
+) -> float | None:
+    counted = _compute_joules_from_counter(counter, t0_s, t1_s)
+    return _compute_joules_from_power(power, t0_s, t1_s) if counted is None else counted
 
 
 def _read_energy_samples_by_gpu(
     sample_csvs: Iterable[str | os.PathLike[str]],
-) -> dict[tuple[str, str], _EnergySeries]:
-    by_gpu: dict[tuple[str, str], _EnergySeries] = {}
+) -> dict[tuple[str, str], tuple[_Series, _Series]]:
+    """Return each GPU's total joules and its watts over time, by (node, id) of the GPU."""
+    by_gpu: dict[tuple[str, str], tuple[_Series, _Series]] = {}
     for row in (row for path in sample_csvs for row in read_samples(path)):
         if row["kind"] != "gpu":
             continue
-        series = by_gpu.setdefault((row["node"], row["id"]), _EnergySeries())
+        counter, power = by_gpu.setdefault((row["node"], row["id"]), ([], []))
         if row["energy_j"]:
-            series.counter.append((row["t_s"], float(row["energy_j"])))
+            counter.append((row["t_s"], float(row["energy_j"])))
         if row["power_w"]:
-            series.power.append((row["t_s"], float(row["power_w"])))
+            power.append((row["t_s"], float(row["power_w"])))
     return by_gpu
 
 
@@ -259,9 +259,7 @@ def _find_phase_at(intervals: list[PhaseInterval], t_s: float) -> str:
     return ""
 
 
-def _compute_joules_from_counter(
-    series: list[tuple[float, float]], t0_s: float, t1_s: float
-) -> float | None:
+def _compute_joules_from_counter(series: _Series, t0_s: float, t1_s: float) -> float | None:
     values = [value for _, value in series]
     # The counter has decreased, because the driver was reloaded.
     if values != sorted(values):
@@ -270,9 +268,7 @@ def _compute_joules_from_counter(
     return None if at_start is None or at_end is None else at_end - at_start
 
 
-def _compute_joules_from_power(
-    series: list[tuple[float, float]], t0_s: float, t1_s: float
-) -> float | None:
+def _compute_joules_from_power(series: _Series, t0_s: float, t1_s: float) -> float | None:
     at_start, at_end = _interpolate_at(series, t0_s), _interpolate_at(series, t1_s)
     if at_start is None or at_end is None:
         return None
@@ -284,7 +280,7 @@ def _compute_joules_from_power(
     )
 
 
-def _interpolate_at(series: list[tuple[float, float]], t_s: float) -> float | None:
+def _interpolate_at(series: _Series, t_s: float) -> float | None:
     after = bisect.bisect_left(series, t_s, key=lambda point: point[0])
     if after == len(series):
         return None
