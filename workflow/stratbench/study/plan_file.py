@@ -71,7 +71,7 @@ class PlanFile:
     def _get_needs_of_same_plan(
         self, cell: Cell, settings: Settings, cluster: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Return a cell's planned needs, or nothing if the plan is for other settings or another GPU."""
+        """Return a cell's planned needs. Empty if the plan is for other settings or another GPU."""
         planned = self._get_planned_needs(cell)
         is_same = self.gpu == cluster["gpu"] and planned.get("settings") == compute_settings_digest(
             settings

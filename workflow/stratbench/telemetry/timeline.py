@@ -226,7 +226,7 @@ def _compute_joules_between(
 def _read_energy_samples_by_gpu(
     sample_csvs: Iterable[str | os.PathLike[str]],
 ) -> dict[tuple[str, str], tuple[_Series, _Series]]:
-    """Return each GPU's total joules and its watts over time, by (node, id) of the GPU."""
+    """Return each GPU's total joules and its watts over time, by (node, id)."""
     by_gpu: dict[tuple[str, str], tuple[_Series, _Series]] = {}
     for row in (row for path in sample_csvs for row in read_samples(path)):
         if row["kind"] != "gpu":

@@ -110,7 +110,7 @@ def _iter_unknown_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _normalise_results_folder(path: str) -> str:
-    """Return the path of `results` without `~`, `./`, `//` and final slash, as rules need it.
+    """Return the path of `results` without `~`, `./`, `//` and final slash.
 
     Raises:
         ConfigError: For a path that Snakemake or a command line would misread.
