@@ -131,7 +131,7 @@ def iter_written_tensors(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def name_arguments(op: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def name_arguments(op: OpOverload, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operator's call by name, without those that have their default.
 
     Args:
