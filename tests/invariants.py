@@ -788,13 +788,10 @@ def links_of(told: Told, sent: float, received: float, taken: int) -> None:
 
 def counted_by_servers(told: Told, nodes: int) -> tuple[int, int]:
     """Bytes within nodes, and over the busiest link between nodes (one way), by the servers' count."""
-    from stratbench.extensions.servers.strategy import choose_node_by_placement
-
     out, back, local = [0] * nodes, [0] * nodes, 0
     for k, server in enumerate(told.servers):
-        here = choose_node_by_placement(
-            told("strategy.options.server_placement"), k, told.gpus, nodes
-        )
+        colocated = told("strategy.options.server_placement") == "colocated"
+        here = told.compute_node_number_of_rank(k) if colocated else k % nodes
         for link in server["workers"]:
             there, pushed, pulled = (
                 told.compute_node_number_of_rank(link["worker"]),

@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "workflow"))
 
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
-from stratbench.extensions.servers.ps.server import ServerConfig, run_server
+from stratbench.extensions.servers.ps.server import run_server
+from stratbench.extensions.servers.ps.server_config import ServerConfig
 
 WARMUP = 3
 #: What carries the peer's messages: what it chooses on one host, or TCP alone.

@@ -266,7 +266,7 @@ class _Run:
     def _lose(self, worker: _Worker, now_s: float) -> None:
         if not worker.present:
             return
-        if not worker.idle and not self.policies[0].survives_worker_loss:
+        if not worker.idle and not self.policies[0].options.survives_worker_loss:
             step = self.policies[0].version
             raise WorkerLost(f"step {step}: worker {worker.number} was lost")
         worker.present, worker.incarnation = False, worker.incarnation + 1

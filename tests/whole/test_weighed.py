@@ -26,8 +26,7 @@ from stratbench.extensions.elastic.split import WeightedTask
 from stratbench.extensions.servers.figures import compute_mean_epoch_loss
 from stratbench.extensions.servers.loop import sum_batch_losses
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
-from stratbench.extensions.servers.ps import server
-from stratbench.extensions.servers.ps.server_run import ServerRun
+from stratbench.extensions.servers.ps import server_run
 from stratbench.extensions.servers.strategy import make_server_configs
 from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
 from stratbench.strategies import get_option_defaults, make_strategy
@@ -211,7 +210,7 @@ def served(
         with pytest.MonkeyPatch.context() as patch:
             if mutant is not None:
                 make = lambda policy, weights, hyper, options: mutant(weights, hyper)  # noqa: E731
-                patch.setattr(server.run_server, "__defaults__", (make, ServerRun))
+                patch.setattr(server_run, "make_policy", make)
             (config,) = make_server_configs(s, STEPS * BATCH, folder, None)
             server_thread = Served(config, load_secret(folder.job_secret_path))
             return worked(strategy, s, task, folder, rank, server_thread)

@@ -620,11 +620,11 @@ def test_a_policy_goes_on_from_its_saved_state_bit_for_bit(tmp_path, name):
     def act(policy, steps, reads):
         for step in steps:
             worker = step % 3
-            if step == 7 and policy.survives_worker_loss:
+            if step == 7 and policy.options.survives_worker_loss:
                 policy.on_leave(2)
-            if step == 13 and policy.survives_worker_loss:
+            if step == 13 and policy.options.survives_worker_loss:
                 policy.on_join(2)
-            if worker == 2 and 7 <= step < 13 and policy.survives_worker_loss:
+            if worker == 2 and 7 <= step < 13 and policy.options.survives_worker_loss:
                 continue
             out = torch.empty_like(policy.weights)
             grads = torch.randn(50, generator=rng, dtype=torch.float64)

@@ -45,7 +45,6 @@ from stratbench.extensions.elastic.servers.saved_state import (
     StateSaver,
     save_server_state_and_return_pause_s,
 )
-from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.ps.buffers import BufferMean
 from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.member import Member
@@ -271,7 +270,7 @@ def test_what_is_saved_beside_the_shards_is_of_a_moment_after_theirs(tmp_path):
 
 
 def test_servers_that_end_while_they_save_end(tmp_path):
-    run, go = ElasticRun(elastic(tmp_path), SECRET, make_policy), threading.Event()
+    run, go = ElasticRun(elastic(tmp_path), SECRET), threading.Event()
     shard = SimpleNamespace(state=lambda: {"floor": int(go.wait(PATIENCE_S)), "above": set()})
     layout = Layout(4, "float32", 0, "float32", "")
     run._store = SimpleNamespace(shards={0: shard}, buffers=None, layout=layout)
@@ -358,7 +357,7 @@ def test_servers_that_begin_anew_leave_no_state_of_a_training_that_is_gone(tmp_p
     folder.mkdir()
     for server in range(2):
         get_state_manifest_path(folder, server).write_text("{}")
-    ElasticRun(replace(plan, server=1), SECRET, make_policy)
+    ElasticRun(replace(plan, server=1), SECRET)
     assert [get_state_manifest_path(folder, server).exists() for server in range(2)] == [
         True,
         False,
@@ -392,7 +391,7 @@ def test_a_state_that_cannot_be_saved_ends_the_run_with_the_reason(tmp_path):
 @pytest.mark.parametrize("idle", [True, False])
 def test_what_a_worker_said_before_it_was_given_up_changes_nothing_after(tmp_path, idle):
     """Its reader may have waited for the lock meanwhile, and its place may be another's."""
-    run = ElasticRun(elastic(tmp_path), SECRET, make_policy)
+    run = ElasticRun(elastic(tmp_path), SECRET)
     member = SimpleNamespace(
         alive=False, idle=idle, is_ready_to_start=False, place=0, worker=0, queue_frame=None
     )
@@ -413,7 +412,7 @@ def test_a_failure_while_a_lost_worker_is_struck_off_ends_the_run(tmp_path, monk
         raise Closed("the connection was closed")
 
     monkeypatch.setattr(ServerRun, "_lose_member", lose)
-    run = ServerRun(config(tmp_path), SECRET, make_policy)
+    run = ServerRun(config(tmp_path), SECRET)
     connection = SimpleNamespace(receive=receive)
     member = SimpleNamespace(
         connection=connection, worker=0, sender=threading.Thread(), close_transport=lambda: None

@@ -25,7 +25,8 @@ from stratbench.extensions.servers.ps.client import Channel
 from stratbench.extensions.servers.ps.flat import FlatSpace
 from stratbench.extensions.servers.ps.member import Member
 from stratbench.extensions.servers.ps.scale import LossScale
-from stratbench.extensions.servers.ps.server import ServerConfig, run_server
+from stratbench.extensions.servers.ps.server import run_server
+from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.snapshots import load_snapshot
 from stratbench.extensions.servers.ps.tickets import Evaluation, Ticket
 from stratbench.extensions.servers.wire.frames import Frame

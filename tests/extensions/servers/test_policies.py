@@ -166,7 +166,7 @@ class Lockstep:
     def __init__(self, policy, reference):
         self.policy, self.reference = policy, reference
         self.hyper, self.options = policy.hyper, policy.options
-        self.weights, self.survives_worker_loss = policy.weights, policy.survives_worker_loss
+        self.weights = policy.weights
         self.pushes = 0
 
     @property

@@ -30,7 +30,7 @@ from ps_harness import (
 from launching import until
 from stratbench.extensions.servers.policies import asynchronous
 from stratbench.extensions.servers.policies.asynchronous import AsyncPolicy
-from stratbench.extensions.servers.policies.policies import POLICIES, make_policy
+from stratbench.extensions.servers.policies.policies import POLICIES
 from stratbench.extensions.servers.ps import server_run as run_module
 from stratbench.extensions.servers.ps.client import Channel, RunEnded
 from stratbench.extensions.servers.ps.flat import FlatSpace
@@ -396,7 +396,7 @@ def test_a_worker_that_dies_in_its_warm_up_holds_nobody_up(tmp_path, transport, 
 
 
 def test_who_comes_when_the_run_has_failed_is_told_why(tmp_path):
-    run = ServerRun(config(tmp_path, policy="ps-sync", workers=2), SECRET, make_policy)
+    run = ServerRun(config(tmp_path, policy="ps-sync", workers=2), SECRET)
     run._fail_run("step 0: worker 1 was lost")
     hello = {"worker": 0, "wire": "native", "scaled": False, "start": ""}
     hello["layout"] = asdict(FlatSpace(small_model()).layout)
@@ -574,7 +574,7 @@ LOOKS_S = [1] * 9 + [3600] + [1] * 12
 
 
 def test_a_server_gives_nobody_up_for_a_pause_that_it_shared(tmp_path, now, monkeypatch):
-    run = ServerRun(config(tmp_path, heartbeat_deadline_s=10.0), SECRET, make_policy)
+    run = ServerRun(config(tmp_path, heartbeat_deadline_s=10.0), SECRET)
     run._members[0], _ = a_member()
     run._started = True
     given_up, looks_s = [], iter(LOOKS_S)

@@ -69,28 +69,28 @@ def test_the_schedule_goes_by_the_pushes_of_global_batches():
 def test_staleness_is_what_others_did_since_the_read():
     shard, _, _ = make_shard()
     out = torch.empty(4)
-    shard.view(0, out)
-    shard.view(1, out)
+    shard.view(0, out, ALIVE)
+    shard.view(1, out, ALIVE)
     for number in range(3):
         shard.push(0, number, torch.ones(4), ALIVE)
-        assert shard.view(0, out) == number + 1
+        assert shard.view(0, out, ALIVE) == number + 1
     shard.push(1, 3, torch.ones(4), ALIVE)
     assert dict(shard.staleness) == {0: 3, 3: 1}
 
 
 def test_what_was_lent_stays_while_others_push():
     shard, weights, _ = make_shard()
-    with shard.lend_weights(0, torch.empty(4)) as (lent, version):
+    with shard.lend_weights(0, torch.empty(4), ALIVE) as (lent, version):
         assert lent.data_ptr() == weights.data_ptr()  # nothing was copied
         shard.push(1, 0, torch.ones(4), ALIVE)
-        with shard.lend_weights(1, torch.empty(4)) as (later, later_version):
+        with shard.lend_weights(1, torch.empty(4), ALIVE) as (later, later_version):
             shard.push(0, 1, torch.ones(4), ALIVE)
             assert (lent.tolist(), version) == ([0.0] * 4, 0)
             assert (later.tolist(), later_version) == ([-1.0] * 4, 1)
     assert shard.policy.weights.tolist() == [-2.0] * 4
     assert dict(shard.staleness) == {0: 1, 1: 1}
     now = shard.policy.weights.data_ptr()
-    with shard.lend_weights(0, torch.empty(4)):
+    with shard.lend_weights(0, torch.empty(4), ALIVE):
         pass
     shard.push(0, 2, torch.ones(4), ALIVE)
     assert shard.policy.weights.data_ptr() == now  # nobody was reading: changed in place
@@ -101,7 +101,7 @@ def test_pushes_beside_a_read_take_turns_with_two_tensors():
     shard, _, _ = make_shard()
     places = set()
     for ticket in range(20):
-        with shard.lend_weights(0, torch.empty(4)) as (lent, _):
+        with shard.lend_weights(0, torch.empty(4), ALIVE) as (lent, _):
             shard.push(1, ticket, torch.ones(4), ALIVE)
             assert lent.tolist() == [-float(ticket)] * 4
         places.add(shard.policy.weights.data_ptr())
@@ -111,12 +111,12 @@ def test_pushes_beside_a_read_take_turns_with_two_tensors():
 
 def test_what_two_have_borrowed_is_free_when_both_have_read_it():
     shard, _, _ = make_shard(workers=3)
-    first, second = (shard.lend_weights(worker, torch.empty(4)) for worker in (0, 1))
+    first, second = (shard.lend_weights(worker, torch.empty(4), ALIVE) for worker in (0, 1))
     lent, _ = first.__enter__()
     assert second.__enter__()[0] is lent
     shard.push(2, 0, torch.ones(4), ALIVE)
     first.__exit__(None, None, None)
-    with shard.lend_weights(0, torch.empty(4)):
+    with shard.lend_weights(0, torch.empty(4), ALIVE):
         shard.push(2, 1, torch.ones(4), ALIVE)  # must not go where the second still reads
         assert lent.tolist() == [0.0] * 4
     second.__exit__(None, None, None)
@@ -131,7 +131,7 @@ def test_what_two_have_borrowed_is_free_when_both_have_read_it():
 def test_what_was_lent_stays_when_a_held_push_is_applied_because_workers_leave(end):
     shard, _, _ = make_shard("ps-sync")
     shard.push(0, 0, torch.ones(4), ALIVE)
-    with shard.lend_weights(1, torch.empty(4)) as (lent, _):
+    with shard.lend_weights(1, torch.empty(4), ALIVE) as (lent, _):
         end(shard)
         assert lent.tolist() == [0.0] * 4
     assert shard.policy.weights.tolist() == [-1.0] * 4
@@ -140,7 +140,7 @@ def test_what_was_lent_stays_when_a_held_push_is_applied_because_workers_leave(e
 def test_a_policy_with_its_own_view_lends_that():
     shard, weights, _ = make_shard("ps-dana")
     spare = torch.empty(4)
-    with shard.lend_weights(0, spare) as (lent, _):
+    with shard.lend_weights(0, spare, ALIVE) as (lent, _):
         assert lent is spare
         shard.push(1, 0, torch.ones(4), ALIVE)
         assert lent.tolist() == [0.0] * 4
@@ -159,7 +159,7 @@ def test_nothing_lent_is_ever_torn():
     def read(worker):
         spare = torch.empty(100_000)
         while not done.is_set():
-            with shard.lend_weights(worker, spare) as (lent, version):
+            with shard.lend_weights(worker, spare, ALIVE) as (lent, version):
                 for _ in range(3):
                     if not bool((lent == -version).all()):
                         torn.append(version)
@@ -227,7 +227,7 @@ def test_a_snapshot_is_of_the_weights_where_workers_read_ahead_of_them():
     for ticket in range(4):  # a bucket, and one more
         shard.push(ticket % 3, ticket, torch.ones(4), ALIVE)
     shard.request_snapshot(kept)
-    shard.view(1, read)
+    shard.view(1, read, ALIVE)
     shard.save_snapshots()
     assert torch.equal(kept, weights)
     assert not torch.equal(read, weights)

@@ -28,6 +28,7 @@ from stratbench.cell.run_folder import RunFolder
 from stratbench.cell.settings import Settings
 from stratbench.extensions.servers.policies.averaging import SyncPolicy
 from stratbench.extensions.servers.policies.policies import make_policy
+from stratbench.extensions.servers.ps import server_run
 from stratbench.extensions.servers.ps.scale import LossScale
 from stratbench.extensions.servers.ps.server import run_server
 from stratbench.extensions.servers.strategy import make_server_configs
@@ -183,7 +184,8 @@ def server_process(config_json: str, policy: str, folder: Path) -> None:
     from stratbench.extensions.servers.wire.handshake import load_secret
 
     config = replace(ServerConfig(**json.loads(config_json)), policy=policy)
-    run_server(config, load_secret(RunFolder(folder).job_secret_path), mutant_or_real)
+    server_run.make_policy = mutant_or_real  # in this process only
+    run_server(config, load_secret(RunFolder(folder).job_secret_path))
 
 
 def run(runs: list[tuple[str, str, bool]], world: int, folder: Path) -> dict:

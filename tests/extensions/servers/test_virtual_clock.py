@@ -185,7 +185,7 @@ def test_every_run_ends_with_every_ticket_settled_once(name, schedule, data):
     names = [f.name for f in fields(get_policy_class(name).Options) if f.name in OPTION_VALUES]
     options = data.draw(st.fixed_dictionaries({key: OPTION_VALUES[key] for key in names}))
     policies = policies_of(name, workers, shards, options)
-    if not policies[0].survives_worker_loss:
+    if not policies[0].options.survives_worker_loss:
         changes = []
     skip_every = data.draw(st.sampled_from([1, 4, 1000]))
 

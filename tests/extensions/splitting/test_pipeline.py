@@ -93,7 +93,7 @@ class OwnEmbedding(Pipeline):
 class OwnReplicas(Pipeline):
     """A mutant: each pipeline goes its own way."""
 
-    def _start_gradient_averaging(self, parameter):
+    def _start_gradient_averaging(self, parameter, group):
         self._sent.add(parameter)
 
 
@@ -103,9 +103,9 @@ class TooEarly(Pipeline):
     def _store_stage_that_ends_backward(self, stage, last):
         self._ending = stage
 
-    def _start_gradient_averaging(self, parameter):
+    def _start_gradient_averaging(self, parameter, group):
         if parameter not in self._sent:
-            super()._start_gradient_averaging(parameter)
+            super()._start_gradient_averaging(parameter, group)
 
 
 class OneMicrobatch(Pipeline):

@@ -89,20 +89,14 @@ class OwnReplicas(TensorParallel):
     """A mutant: each replica goes its own way."""
 
     def _register_gradient_averaging(self, model, mesh):
-        super()._register_gradient_averaging(model, mesh)
-        self._start_gradient_averaging = None
-        for p in model.parameters():
-            p._post_accumulate_grad_hooks.clear()
+        """Register no hooks."""
 
 
 class OwnPositions(TensorParallel):
     """A mutant: a norm learns from the positions of this worker alone."""
 
     def assign_gradients_to_updated_tensors(self):
-        if self._averages:
-            for _, work in self._under_way:
-                work.wait()
-            self._under_way.clear()
+        self._wait_for_averaged_gradients()
         super(TensorParallel, self).assign_gradients_to_updated_tensors()
 
 

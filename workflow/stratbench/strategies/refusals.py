@@ -31,41 +31,26 @@ def iter_unshardable_model_reasons(trial: Trial, replaces_parameters: bool = Tru
             shards.
     """
     if trial.hooked_parameters:
-        yield lost_gradient_hooks_reason(trial.hooked_parameters)
+        yield (
+            f"{format_names(trial.hooked_parameters)} has a gradient hook, which would stay on the whole "
+            "parameter while its shards are trained; change the gradient in forward instead (torch.where, "
+            "detach, an autograd function)"
+        )
     if replaces_parameters and trial.parameters_read_elsewhere:
-        yield parameter_read_elsewhere_reason(trial.parameters_read_elsewhere)
+        yield (
+            f"forward reads {format_names(trial.parameters_read_elsewhere)} from a list or dictionary "
+            "instead of its module's attribute, but only the attribute gets the shards that are trained; "
+            "read the attribute, or use nn.ParameterList or nn.ParameterDict"
+        )
     if replaces_parameters and trial.class_dependent_parameters:
-        yield parameter_class_is_read_reason(trial.class_dependent_parameters)
+        yield (
+            f"forward uses the class or an attribute of {format_names(trial.class_dependent_parameters)}, "
+            "which shards of a parameter do not have; store the attribute in the module"
+        )
     if trial.overwritten_parameters:
         yield lost_parameter_changes_reason(trial.overwritten_parameters)
     if trial.repeatedly_added_parameters:
         yield repeated_gradient_sum_reason(trial.repeatedly_added_parameters)
-
-
-def lost_gradient_hooks_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters whose gradient hooks sharding would lose, with the remedy."""
-    return (
-        f"{format_names(parameter_names)} has a gradient hook, which would stay on the whole parameter "
-        "while its shards are trained; change the gradient in forward instead (torch.where, detach, an "
-        "autograd function)"
-    )
-
-
-def parameter_read_elsewhere_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters that forward does not read from their module's attribute."""
-    return (
-        f"forward reads {format_names(parameter_names)} from a list or dictionary instead of its module's "
-        "attribute, but only the attribute gets the shards that are trained; read the attribute, or use "
-        "nn.ParameterList or nn.ParameterDict"
-    )
-
-
-def parameter_class_is_read_reason(parameter_names: Sequence[str]) -> str:
-    """Return a sentence on parameters whose class or own attributes forward reads, with the remedy."""
-    return (
-        f"forward uses the class or an attribute of {format_names(parameter_names)}, which shards of "
-        "a parameter do not have; store the attribute in the module"
-    )
 
 
 def lost_parameter_changes_reason(parameter_names: Sequence[str]) -> str:

@@ -227,10 +227,11 @@ class AsyncCheckpointWriter:
         wait: bool = False,
         constant_tensors: Sequence[Tensor] = (),
         metadata: dict[str, Any] | None = None,
-    ) -> bool:
+    ) -> None:
         """Copy tensors to host memory, and start to write them as a checkpoint.
 
-        If the write of an earlier checkpoint failed, raise its error.
+        Nothing happens while the previous checkpoint is still being written, unless `wait` is true. If the
+        write of an earlier checkpoint failed, raise its error.
 
         Args:
             step: Number of steps after which the checkpoint is written.
@@ -238,14 +239,11 @@ class AsyncCheckpointWriter:
             wait: Whether to wait until the checkpoint is on disk.
             constant_tensors: Tensors in host memory that do not change, and are written without a copy.
             metadata: Other values to write, which JSON can store.
-
-        Returns:
-            False if the previous checkpoint is still being written, so that none was started; else True.
         """
         import torch
 
         if self._start_thread is not None and self._start_thread.is_alive() and not wait:
-            return False
+            return
         self.wait_for_checkpoint_write()
         began = time.perf_counter()
         on_cuda = tensors[0].device.type == "cuda"
@@ -268,7 +266,6 @@ class AsyncCheckpointWriter:
         self.held_up_s.append(time.perf_counter() - began)
         if wait:
             self.wait_for_checkpoint_write()
-        return True
 
     def _write_copies_to_disk(
         self,

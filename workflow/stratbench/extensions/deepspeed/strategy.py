@@ -208,7 +208,7 @@ class DeepSpeed(Counted):
 
     def reset(self) -> None:
         super().reset()
-        self.engine.micro_steps = self.engine.global_steps = self.engine.count_skipped_steps = 0
+        self.engine.micro_steps = self.engine.global_steps = self.engine.skipped_steps = 0
 
     def restore(self, saved: SavedState) -> None:
         super().restore(saved)
@@ -275,7 +275,7 @@ class DeepSpeed(Counted):
     def report(self) -> dict[str, Any]:
         import deepspeed
 
-        report, skipped = super().report(), self.engine.count_skipped_steps
+        report, skipped = super().report(), self.engine.skipped_steps
         report["details"] |= {
             "skipped_steps": skipped,
             "engine": f"deepspeed {deepspeed.__version__}",

@@ -10,7 +10,6 @@ is 3 if memory was exhausted, and 1 after any other error.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import sys
@@ -231,4 +230,3 @@ def serve_parameters(config_json: str, run_dir: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]))
-    os._exit(0)

@@ -139,21 +139,10 @@ def find_node_of_server(s: Settings, server: int, n_nodes: int) -> int:
         server: Number of the server.
         n_nodes: Number of nodes.
     """
-    server_placement = get_strategy_class(s.strategy).Options(**s.options).server_placement
-    return choose_node_by_placement(server_placement, server, s.gpus, n_nodes)
-
-
-def choose_node_by_placement(server_placement: str, server: int, workers: int, n_nodes: int) -> int:
-    """Return the number of a server's node for a value of `server_placement`.
-
-    Args:
-        server_placement: Value of the option, "central" or "colocated".
-        server: Number of the server.
-        workers: Number of workers.
-        n_nodes: Number of nodes.
-    """
-    # Colocated servers are divided among nodes as workers are: all nodes but the last have equally many.
-    return server // -(-workers // n_nodes) if server_placement == "colocated" else server % n_nodes
+    if get_strategy_class(s.strategy).Options(**s.options).server_placement == "colocated":
+        # Colocated servers are divided among nodes as workers are: all nodes but the last have equally many.
+        return server // -(-s.gpus // n_nodes)
+    return server % n_nodes
 
 
 class ParameterServer(base.Strategy):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -19,7 +19,6 @@ from stratbench.workload.network.precision import create_autocast_context, get_b
 from stratbench.workload.users_code import ModelError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
@@ -251,8 +250,6 @@ class Pipeline(ModelSplit):
         self._connect_stages()
         self._stages: list[Stage] = []
         self._schedule, self._batch = None, 0
-        self._is_last = True
-        self._pending_reductions: list[tuple[Tensor, torch.distributed.Work]] = []
         self._sent: set[nn.Parameter] = set()
         # The stage that uses each parameter. A parameter of several stages is left out, because its gradient
         # is complete only after all of these stages.
@@ -424,7 +421,7 @@ class Pipeline(ModelSplit):
             output_args=self._make_example_output(stage_number, microbatch_samples), group=self._pipe,
         )  # fmt: skip
         stage.mark, stage.last = (
-            self._mark_phase_end,
+            lambda phase: self.worker.mark_phase_end(phase),
             partial(self._store_stage_that_ends_backward, stage_number),
         )
         return stage
@@ -446,33 +443,24 @@ class Pipeline(ModelSplit):
         shape = (samples, *self._shapes[stage_number])
         return torch.empty(shape, dtype=self._dtype, device=device).requires_grad_()
 
-    def _mark_phase_end(self, phase: str) -> None:
-        self.worker.mark_phase_end(phase)
-
     def _store_stage_that_ends_backward(self, stage: int, is_last_backward: bool) -> None:
         self._ending = stage if is_last_backward and self._is_last else None
 
     def _compute_microbatch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        self._mark_phase_end("bubble")
+        self.worker.mark_phase_end("bubble")
         with create_autocast_context(self.worker.settings.precision, self.worker.device):
             loss = self.compute_batch_part_loss(scores, y) / self._divisor
         self._losses.append(loss.detach())
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        self._mark_phase_end("forward")
+        self.worker.mark_phase_end("forward")
         return loss
-
-    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
-        self._is_last = is_last_part
-        return nullcontext()
 
     def add_batch_part_gradients(
         self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
     ) -> Tensor:
         import torch
 
-        if parts == 1:
-            self._is_last = True
         self._divisor, self._losses = parts * self.options.microbatches, []
         if self.scaler is not None:
             # GradScaler creates its scale at the first call. Only the last stage's worker calls it in the
@@ -505,19 +493,11 @@ class Pipeline(ModelSplit):
     def _average_gradient_if_complete(self, parameter: nn.Parameter) -> None:
         """Start to average a gradient over the replicas once the gradient is complete (gradient hook)."""
         if self._by_stage.get(parameter) == self._ending is not None:
-            self._start_gradient_averaging(parameter)
+            self._start_gradient_averaging(parameter, self._copies)
 
-    def _start_gradient_averaging(self, parameter: nn.Parameter) -> None:
-        """Start the all-reduce that averages a parameter's gradient over the replicas."""
-        import torch
-        import torch.distributed as dist
-
-        with torch.no_grad():
-            own = parameter.grad.div_(self.worker.mesh.replicas)
+    def _start_gradient_averaging(self, parameter: nn.Parameter, group: ProcessGroup) -> None:
         self._sent.add(parameter)
-        self._pending_reductions.append(
-            (own, dist.all_reduce(own, group=self._copies, async_op=True))
-        )
+        super()._start_gradient_averaging(parameter, group)
 
     def assign_gradients_to_updated_tensors(self) -> None:
         import torch.distributed as dist
@@ -527,12 +507,10 @@ class Pipeline(ModelSplit):
         if self.worker.mesh.replicas > 1:
             for p in self.parameters:
                 if p not in self._sent:
-                    self._start_gradient_averaging(p)
-            for _, work in self._pending_reductions:
-                work.wait()
-            self._pending_reductions.clear()
+                    self._start_gradient_averaging(p, self._copies)
+            self._wait_for_averaged_gradients()
             self._sent.clear()
-        self._mark_phase_end("bubble")
+        self.worker.mark_phase_end("bubble")
 
     def list_tensors_for_gradient_norm(self) -> list[Tensor]:
         return [p for p in self.parameters if p not in self._counted_elsewhere]

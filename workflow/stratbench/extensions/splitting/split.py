@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratbench.strategies import base, refusals
@@ -12,6 +12,7 @@ from stratbench.workload.network import models
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup, Work
 
     from stratbench.workload.network.models import Model
 
@@ -30,6 +31,12 @@ class ModelSplit(Counted):
     parts_name: ClassVar[str]
     #: Config key by which a user declares the division.
     stated_by: ClassVar[str]
+    #: Whether the present part of a batch is its last one. Only there the replicas average gradients.
+    _is_last = True
+
+    def __init__(self, options: base.Options) -> None:
+        super().__init__(options)
+        self._pending_reductions: list[Work] = []
 
     @classmethod
     def indivisible_model_reason(cls, network: str | Model) -> str | None:
@@ -72,6 +79,26 @@ class ModelSplit(Counted):
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().iter_model_refusals(model, worker)
         yield from refusals.iter_unshardable_model_reasons(worker.trial)
+
+    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
+        self._is_last = is_last_part
+        return nullcontext()
+
+    def _start_gradient_averaging(self, parameter: nn.Parameter, group: ProcessGroup) -> None:
+        """Start the all-reduce that averages a parameter's gradient over the replicas in `group`."""
+        import torch
+        import torch.distributed as dist
+
+        from stratbench.telemetry.shards import get_local_shard
+
+        with torch.no_grad():
+            own = get_local_shard(parameter.grad).div_(self.worker.mesh.replicas)
+        self._pending_reductions.append(dist.all_reduce(own, group=group, async_op=True))
+
+    def _wait_for_averaged_gradients(self) -> None:
+        for work in self._pending_reductions:
+            work.wait()
+        self._pending_reductions.clear()
 
     def list_parameters_with_partial_gradient(self, x: Tensor, y: Tensor) -> list[str]:
         """Return the undivided parameters whose gradient differs between workers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -21,8 +21,8 @@ from stratbench.workload.network import models
 from stratbench.workload.users_code import Refused
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -186,50 +186,36 @@ class TensorParallel(ModelSplit, Sharded):
             for p in model.parameters()
             if p.requires_grad
         ]
-        self._shards = self.options.data_parallel == "fsdp" and replicas > 1
-        self._averages = self.options.data_parallel == "ddp" and replicas > 1
-        if self._shards:
+        shards_replicas = self.options.data_parallel == "fsdp" and replicas > 1
+        if shards_replicas:
             for _, modules in worker.wrap_groups:
                 fully_shard(modules, mesh=mesh["replicas"])
             fully_shard(model, mesh=mesh["replicas"])
-        if self._averages:
+        elif replicas > 1:
             self._register_gradient_averaging(model, mesh)
-        self.group_size = replicas * tensor if self._shards else tensor
+        self.group_size = replicas * tensor if shards_replicas else tensor
         self._tensor_group = mesh.get_group("tensor")
-        self.shard_group = None if self._shards else self._tensor_group
+        self.shard_group = None if shards_replicas else self._tensor_group
         return model
 
     def _register_gradient_averaging(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Register hooks that average each gradient over the replicas during backward."""
-        self._is_last = True
-        self._pending_reductions: list[tuple[Tensor, torch.distributed.Work]] = []
-        group, replicas = mesh.get_group("replicas"), mesh.size(0)
+        group = mesh.get_group("replicas")
         for p in model.parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(
-                    partial(self._start_gradient_averaging, group, replicas)
+                    partial(self._average_gradient_if_last_part, group)
                 )
 
-    def _start_gradient_averaging(
-        self, replica_group: Any, num_replicas: int, parameter: nn.Parameter
+    def _average_gradient_if_last_part(
+        self, replica_group: ProcessGroup, parameter: nn.Parameter
     ) -> None:
-        import torch
-        import torch.distributed as dist
+        """Average a gradient over the replicas in the last part of a batch (gradient hook).
 
-        from stratbench.telemetry.shards import get_local_shard
-
+        FSDP2 reduces gradients in every part by itself.
+        """
         if self._is_last:
-            with torch.no_grad():
-                own = get_local_shard(parameter.grad).div_(num_replicas)
-            self._pending_reductions.append(
-                (own, dist.all_reduce(own, group=replica_group, async_op=True))
-            )
-
-    def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
-        # Hooks average gradients in the last part of a batch only. FSDP2 reduces them in every part by
-        # itself.
-        self._is_last = is_last_part
-        return nullcontext()
+            self._start_gradient_averaging(parameter, replica_group)
 
     def add_batch_part_gradients(
         self, x: Tensor, y: Tensor, parts: int = 1, is_last_part: bool = True
@@ -245,10 +231,7 @@ class TensorParallel(ModelSplit, Sharded):
         return get_local_shard(super().forward(x, y))
 
     def assign_gradients_to_updated_tensors(self) -> None:
-        if self._averages:
-            for _, work in self._pending_reductions:
-                work.wait()
-            self._pending_reductions.clear()
+        self._wait_for_averaged_gradients()
         # A norm's gradient on this worker is only the sum over its own positions or heads. This loop adds up
         # the workers' gradients.
         for p in self.parameters:

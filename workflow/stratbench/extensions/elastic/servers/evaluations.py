@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
+from stratbench.extensions.elastic.coordinator import is_target_score_reached
 from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.extensions.servers.wire.frames import ProtocolError
 
@@ -134,6 +135,4 @@ class Evaluations:
         loss, score = results["test_loss"], results["score"]
         if loss is None or score is None:
             return True
-        if self._target is None:
-            return False
-        return score >= self._target if self._higher else score <= self._target
+        return is_target_score_reached(score, self._target, self._higher)

@@ -29,7 +29,7 @@ from stratbench.extensions.servers.ps.member import Member
 from stratbench.extensions.servers.ps.membership import OpenMembership
 from stratbench.extensions.servers.ps.server_run import ServerRun
 from stratbench.extensions.servers.ps.snapshots import delete_later_snapshots, delete_snapshot
-from stratbench.extensions.servers.ps.store import MakePolicy, Store
+from stratbench.extensions.servers.ps.store import Store
 from stratbench.extensions.servers.wire.frames import ComeAgain, Frame, Kind, ProtocolError
 
 #: Maximum number of snapshots of the weights on disk: of the last epoch, of epochs in evaluation, and one
@@ -48,8 +48,8 @@ class ElasticRun(ServerRun):
 
     membership_class = OpenMembership
 
-    def __init__(self, config: ElasticServerConfig, secret: bytes, make: MakePolicy) -> None:
-        super().__init__(config, secret, make)
+    def __init__(self, config: ElasticServerConfig, secret: bytes) -> None:
+        super().__init__(config, secret)
         own, self._first = config.elastic, config.server == 0
         self.incarnation = own.incarnation
         self._own, self._folder = own, Path(own.folder)
@@ -358,17 +358,9 @@ class ElasticRun(ServerRun):
         return statistics
 
 
-def make_elastic_run(
-    config: ElasticServerConfig, secret: bytes, make_policy: MakePolicy
-) -> ElasticRun:
-    """Make the run of an elastic server. On SIGTERM it saves its state and stops.
-
-    Args:
-        config: Config of the server.
-        secret: Secret of the job.
-        make_policy: Makes the policy of a shard.
-    """
-    run = ElasticRun(config, secret, make_policy)
+def make_elastic_run(config: ElasticServerConfig, secret: bytes) -> ElasticRun:
+    """Make the run of an elastic server. On SIGTERM it saves its state and stops."""
+    run = ElasticRun(config, secret)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: run.suspend_run())
     return run

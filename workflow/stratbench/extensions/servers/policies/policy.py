@@ -269,11 +269,6 @@ class Policy(ABC):
         """Present learning rate of one asynchronous push."""
         return self.lr * self.hyper.lr_scale
 
-    @property
-    def survives_worker_loss(self) -> bool:
-        """Whether the run continues when a worker is lost."""
-        return self.options.survives_worker_loss
-
     @abstractmethod
     def on_push(self, worker: int, grad: Tensor, read_version: int) -> Outcome:
         """Apply, store or drop a worker's gradient, which the caller may overwrite afterwards.

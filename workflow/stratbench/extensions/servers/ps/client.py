@@ -77,8 +77,6 @@ class Channel:
         self.snapshot_dir: str | None = None
         #: Number of the worker that evaluates after the training: the lowest of those still connected.
         self.evaluator: int | None = None
-        #: Number of updates of the weights in the shard that arrived last.
-        self.version = 0
         #: Seconds from the last byte of a push to the last byte of the servers' reply, summed over pushes.
         self.wait_s = 0.0
         self._wire = wire
@@ -618,7 +616,6 @@ class Channel:
         if self._staging is not None:
             self._staging.copy_weights_to_device(start, stop)
         link.bytes_in += high - low
-        self.version = frame.version
         link.record_arrived_weights(range(first, last + 1))
 
     def _accept_ticket(self, ticket: Ticket) -> None:

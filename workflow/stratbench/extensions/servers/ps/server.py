@@ -15,21 +15,16 @@ from typing import Any
 import torch
 
 from stratbench.cell.files import write_text_atomically
-from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.server_run import ServerRun
-from stratbench.extensions.servers.ps.store import MakePolicy
 from stratbench.extensions.servers.wire.gate import Gate
 from stratbench.extensions.servers.wire.transport import Listeners
-
-__all__ = ["ServerConfig", "run_server"]
 
 
 def run_server(
     config: ServerConfig,
     secret: bytes,
-    policy_maker: MakePolicy = make_policy,
-    make_run: Callable[[ServerConfig, bytes, MakePolicy], ServerRun] = ServerRun,
+    make_run: Callable[[Any, bytes], ServerRun] = ServerRun,
 ) -> dict[str, Any]:
     """Run one server until the run is over, and return its statistics.
 
@@ -39,14 +34,13 @@ def run_server(
     Args:
         config: Settings of the server.
         secret: Secret of the job.
-        policy_maker: Function that creates a shard's policy.
-        make_run: Class or function that creates the run.
+        make_run: Class or function that creates the run from the settings and the secret.
 
     Returns:
         The statistics. Their `status` is "lost", with the reason in `error`, if a lost worker ended the run.
     """
     torch.set_num_threads(1)
-    run = make_run(config, secret, policy_maker)
+    run = make_run(config, secret)
     gate = Gate(secret, config.handshake_deadline_s, run.refusals, run.admit_connection)
     listeners = Listeners(config.bind_address, config.advertised_address)
     accepting = threading.Thread(target=gate.accept, args=(listeners,), daemon=True)

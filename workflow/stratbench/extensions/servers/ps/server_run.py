@@ -14,13 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from stratbench.extensions.servers.policies.policies import make_policy
 from stratbench.extensions.servers.policies.policy import Hyper
 from stratbench.extensions.servers.ps.member import Member, parse_hello
 from stratbench.extensions.servers.ps.membership import Membership
 from stratbench.extensions.servers.ps.server_config import ServerConfig
 from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
-from stratbench.extensions.servers.ps.store import EpochLog, MakePolicy, Store, check_payload_length
+from stratbench.extensions.servers.ps.store import EpochLog, Store, check_payload_length
 from stratbench.extensions.servers.ps.tickets import TicketPlan, Tickets
 from stratbench.extensions.servers.wire.frames import (
     BUFFERS,
@@ -53,13 +54,13 @@ class ServerRun:
     #: Number of starts of the servers, including this one. Only elastic servers are started again.
     incarnation = 1
 
-    def __init__(self, config: ServerConfig, secret: bytes, policy_maker: MakePolicy) -> None:
+    def __init__(self, config: ServerConfig, secret: bytes) -> None:
         self.config, self._secret = config, secret
         self.hyper = Hyper(**config.hyper, workers=config.workers)
-        self._make = lambda weights: policy_maker(
+        self._make = lambda weights: make_policy(
             config.policy, weights, self.hyper, config.policy_options
         )
-        self._tolerates_loss = self._make(torch.zeros(1)).survives_worker_loss
+        self._tolerates_loss = self._make(torch.zeros(1)).options.survives_worker_loss
         self.over = threading.Event()
         self.refusals = Refusals()
         self.error: str | None = None

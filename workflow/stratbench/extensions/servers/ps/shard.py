@@ -19,10 +19,6 @@ from stratbench.extensions.servers.ps.tickets import CompactIntSet
 WeightsAndVersion = tuple[Tensor, WeightsVersion]
 
 
-def _return_true() -> bool:
-    return True
-
-
 class Shard:
     """One shard of the weights: an update policy, protected by a lock.
 
@@ -121,9 +117,7 @@ class Shard:
             self._waiting.discard(worker)
             self._release(worker, self.index)
 
-    def view(
-        self, worker: int, out: Tensor, is_alive: Callable[[], bool] = _return_true
-    ) -> WeightsVersion:
+    def view(self, worker: int, out: Tensor, is_alive: Callable[[], bool]) -> WeightsVersion:
         """Write the weights that a worker reads to `out`, and return their version.
 
         If the worker is lost, the read is not recorded, because another worker may have its slot.
@@ -146,7 +140,7 @@ class Shard:
 
     @contextmanager
     def lend_weights(
-        self, worker: int, spare: Tensor, is_alive: Callable[[], bool] = _return_true
+        self, worker: int, spare: Tensor, is_alive: Callable[[], bool]
     ) -> Iterator[WeightsAndVersion]:
         """Yield the weights that a worker reads, shape [n], and their version.
 

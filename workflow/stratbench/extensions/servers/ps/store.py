@@ -5,24 +5,20 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stratbench.extensions.servers.policies.policy import Hyper, Policy, WeightsVersion
 from stratbench.extensions.servers.ps.buffers import BufferMean
 from stratbench.extensions.servers.ps.flat import cut_into_shards
 from stratbench.extensions.servers.ps.member import Member, SharedLane, StreamLane
-from stratbench.extensions.servers.ps.shard import Shard, WeightsAndVersion
+from stratbench.extensions.servers.ps.shard import Shard
 from stratbench.extensions.servers.ps.snapshots import SnapshotWriter
 from stratbench.extensions.servers.ps.tickets import CompactIntSet, TicketPlan
 from stratbench.extensions.servers.wire.frames import BUFFERS, SMALL_BYTES, Frame, ProtocolError
 from stratbench.extensions.servers.wire.shm import DTYPES, Layout
 
-#: Function that creates a policy from its name, its weights [n], optimizer settings, and its options.
-MakePolicy = Callable[[str, Tensor, Hyper, Mapping[str, Any]], Policy]
 #: Function that creates a shard from its number and its initial weights, shape [n].
 MakeShard = Callable[[int, Tensor], Shard]
 
@@ -185,34 +181,6 @@ class Store:
             self.shards[k].push(member.place, ticket, None, member.is_alive)
         member.missing_shards.clear()
         member.held_shards.clear()
-
-    def view(
-        self, slot: int, shard: int, out: Tensor, is_alive: Callable[[], bool]
-    ) -> WeightsVersion:
-        """Write the weights that a worker reads to `out`, and return their version.
-
-        Args:
-            slot: Slot of the worker.
-            shard: Number of the shard.
-            out: Tensor for the weights, shape [n].
-            is_alive: Returns whether the worker is still part of the run.
-        """
-        return self.shards[shard].view(slot, out, is_alive)
-
-    def lend_weights(
-        self, slot: int, shard: int, spare: Tensor, is_alive: Callable[[], bool]
-    ) -> AbstractContextManager[WeightsAndVersion]:
-        """Return a context in which a shard's weights do not change, for sending them.
-
-        The context yields the weights and their version (`Shard.lend_weights`).
-
-        Args:
-            slot: Slot of the worker.
-            shard: Number of the shard.
-            spare: Tensor for weights that the policy computes for this worker, shape [n].
-            is_alive: Returns whether the worker is still part of the run.
-        """
-        return self.shards[shard].lend_weights(slot, spare, is_alive)
 
     def add_worker(self, slot: int) -> None:
         """Add the worker with this slot to all shards, and let the worker read them."""
