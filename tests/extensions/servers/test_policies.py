@@ -721,20 +721,6 @@ def summed_by_the_book(policy, worker):
     return policy.weights - ahead * sum(others, torch.zeros_like(policy.weights))
 
 
-def test_danas_sum_is_that_of_the_momenta_whoever_is_lost():
-    hyper, draw = Hyper(lr=0.01, momentum=0.9, workers=5), random.Random(3)
-    policy = make_policy("ps-dana", torch.randn(30, dtype=torch.float64), hyper)
-    read = torch.empty(30, dtype=torch.float64)
-    for _ in range(2000):
-        worker = draw.randrange(5)
-        if draw.random() < 0.05:
-            policy.on_leave(worker)
-        policy.on_push(worker, torch.randn(30, dtype=torch.float64), policy.version)
-        policy.view(worker := draw.randrange(5), read)
-        expected = summed_by_the_book(policy, worker)
-        torch.testing.assert_close(read, expected, rtol=0, atol=1e-12)
-
-
 def test_danas_sum_forgets_the_rounding_of_what_was_large():
     """Gradients of a million, then of one: what was rounded away of the first is in no later read."""
     hyper = Hyper(lr=1e-3, momentum=0.9, workers=4)
@@ -924,28 +910,6 @@ def test_who_is_alone_left_reads_the_weights_and_a_lost_workers_pushes_stay():
     policy.finish()
     assert policy.version == 1  # of the lost worker's gradient and one more
     assert policy.weights.tolist() == pytest.approx([-0.01] * 4)
-
-
-def test_a_stale_push_weighs_less_and_leaves_the_momentum_as_it_is():
-    policy = make_policy("ps-staleness-lr", torch.zeros(1), Hyper(lr=1.0, momentum=0.5, workers=2))
-    policy.on_push(0, torch.tensor([8.0]), 0)
-    policy.on_push(1, torch.tensor([4.0]), 0)  # one update old: half of it counts
-    assert policy.weights.item() == -8.0 - (4.0 + 2.0)
-
-
-def test_backup_drops_exactly_the_late_ones():
-    policy = make_policy("ps-backup", torch.zeros(2), Hyper(lr=1.0, workers=4), {"backups": 2})
-    push = lambda worker, value, read: policy.on_push(worker, torch.full((2,), value), read)  # noqa: E731
-    assert push(3, 1.0, 0) is Outcome.HELD
-    assert not policy.ready(3)
-    assert push(1, 3.0, 0) is Outcome.APPLIED
-    assert policy.weights.tolist() == [-2.0, -2.0]
-    assert push(0, 100.0, 0) is Outcome.DROPPED
-    assert policy.ready(0)
-    assert push(1, 5.0, 1) is Outcome.HELD
-    assert push(2, 100.0, 0) is Outcome.DROPPED  # a whole step late, and this step is open
-    assert push(0, 7.0, 1) is Outcome.APPLIED
-    assert policy.weights.tolist() == [-8.0, -8.0]
 
 
 def test_sync_goes_on_without_a_worker_that_has_finished():

@@ -78,7 +78,8 @@ def iter_work_differences(row: Row, compared_rows: Sequence[Row]) -> Iterator[st
         if row[own] is None:
             yield f"it does not report its number of {what}"
         elif expected and row[own] not in expected:
-            yield f"it has {row[own]:,} {what}, but compared cells have {_join_values_with_or(expected)}"
+            others = " or ".join(f"{value:,}" for value in sorted(expected))
+            yield f"it has {row[own]:,} {what}, but compared cells have {others}"
     yield from iter_score_difference(row, compared_rows)
 
 
@@ -117,10 +118,6 @@ def compute_standard_error(row: Row) -> float:
     if row["score_unit"] != "share" or not row["test_samples"]:
         return 0.0
     return math.sqrt(max(0.0, row["score_final"] * (1 - row["score_final"])) / row["test_samples"])
-
-
-def _join_values_with_or(values: set[float]) -> str:
-    return " or ".join(f"{value:,}" for value in sorted(values))
 
 
 def iter_command_notices(cells: pd.DataFrame, findings: Sequence[Row]) -> Iterator[str]:

@@ -229,10 +229,8 @@ class ElasticSynchronous:
                 sign in str(error).lower() for sign in _OF_PEERS
             ):
                 raise
-            print(
-                f"generation {message['generation']} is broken: {_get_first_line(error)}",
-                flush=True,
-            )
+            first_line = str(error).partition("\n")[0]
+            print(f"generation {message['generation']} is broken: {first_line}", flush=True)
             progress.has_failed = True
             # After the write, the next generation knows whether this checkpoint is valid.
             self._checkpoints.wait_for_checkpoint_write()
@@ -298,7 +296,8 @@ class ElasticSynchronous:
                     )
             # Wrapping by DDP also broadcasts the weights and buffers of rank 0.
             strategy.module = strategy.compiled = strategy.wrap(strategy.model, worker)
-            broadcast_from_rank_zero(self._list_optimizer_tensors())
+            num_model_tensors = len(strategy.weights_and_buffers())
+            broadcast_from_rank_zero(strategy.list_training_state_tensors()[num_model_tensors:])
         self._step = strategy.steps = message["step"]
         batch = worker.settings.global_batch
         self._share = get_batch_share(batch, self._rank, self._world)
@@ -318,11 +317,6 @@ class ElasticSynchronous:
             for tensor, then in zip(tensors, before, strict=False):
                 tensor.copy_(then)
             raise
-
-    def _list_optimizer_tensors(self) -> list[Tensor]:
-        return self.strategy.list_training_state_tensors()[
-            len(self.strategy.weights_and_buffers()) :
-        ]
 
     def _synchronize_first_step(self) -> None:
         """Wait for all workers before the first step. Report the pause since the last step."""
@@ -473,7 +467,3 @@ class ElasticSynchronous:
             self._total = self._step
         if not isfinite(evaluated[0]):
             self._status = "diverged", f"the test loss became {evaluated[0]} in epoch {epoch}"
-
-
-def _get_first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")

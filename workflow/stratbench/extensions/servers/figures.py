@@ -100,7 +100,7 @@ def compute_server_cell_totals(
         per_epoch: Evaluation of each epoch; its training loss is added.
     """
     first = servers[0]
-    pushes = compute_mean_applied_pushes(servers)
+    pushes = statistics.fmean(sum(counts) for server in servers for counts in server["staleness"])
     ends = [e["end_s"] for e in sorted(first["epochs"], key=lambda e: e["epoch"])]
     tickets = first["tickets_settled"]
     for entry in per_epoch:
@@ -139,9 +139,3 @@ def compute_mean_epoch_loss(worker_losses: Sequence[SummedLossesByStep]) -> floa
         weight = sum(w for _, w in parts)
         means.append(sum(t for t, _ in parts) / weight if weight else 0.0)
     return statistics.fmean(means)
-
-
-def compute_mean_applied_pushes(servers: list[dict[str, Any]]) -> float:
-    """Return the number of pushes that a shard applied, as a mean over all shards."""
-    shards = [sum(counts) for server in servers for counts in server["staleness"]]
-    return sum(shards) / len(shards)

@@ -162,8 +162,8 @@ class ElasticRun(ServerRun):
         connection.vanished_s = _VANISHED_S
         return member
 
-    def _make_extra_welcome_fields(self, member: Member) -> dict[str, Any]:
-        return {"incarnation": self._own.incarnation, "place": member.place}
+    def _make_extra_welcome_fields(self) -> dict[str, Any]:
+        return {"incarnation": self._own.incarnation}
 
     @property
     def _max_kept_snapshots(self) -> int:

@@ -376,14 +376,6 @@ class Member:
         self.connection.sock.close()
         del self.lane
 
-    def check_frame_ticket(self, frame: Frame) -> None:
-        """Raise ProtocolError unless a frame belongs to the worker's current ticket."""
-        if frame.ticket != self.ticket:
-            raise ProtocolError(
-                f"malformed frame: {frame.kind.name} has ticket {frame.ticket}, but worker {self.worker} "
-                f"has ticket {self.ticket}"
-            )
-
     def make_statistics_row(self) -> dict[str, Any]:
         """Return the worker's entry in the server's statistics."""
         return {

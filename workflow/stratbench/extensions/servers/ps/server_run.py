@@ -166,14 +166,14 @@ class ServerRun:
             "snapshot_dir": self.config.snapshot_dir,
             "heartbeat_deadline_s": self.config.heartbeat_deadline_s,
             "limit_bytes": store.limit_bytes,
-        } | self._make_extra_welcome_fields(member)
+        } | self._make_extra_welcome_fields()
         send_welcome_to_worker(connection, self._secret, nonces, welcome, store.limit_bytes)
         member.open_lane(store.bounds, store.layout, store.mine)
         sender = threading.Thread(target=self._send_member_replies, args=(member,), daemon=True)
         sender.start()
         member.sender = sender  # set after its start, because `close` may join the thread
 
-    def _make_extra_welcome_fields(self, member: Member) -> dict[str, Any]:
+    def _make_extra_welcome_fields(self) -> dict[str, Any]:
         return {}
 
     def _send_member_replies(self, member: Member) -> None:
@@ -345,7 +345,11 @@ class ServerRun:
                     f"malformed frame: the run has no ticket {frame.ticket}, only {len(self.plan)} tickets"
                 )
             member.assign_ticket(frame.ticket, self._store.mine)
-        member.check_frame_ticket(frame)
+        if frame.ticket != member.ticket:
+            raise ProtocolError(
+                f"malformed frame: {frame.kind.name} has ticket {frame.ticket}, but worker {member.worker} "
+                f"has ticket {member.ticket}"
+            )
 
     def _reserve_ticket(self, member: Member) -> None:
         """Reserve a worker's next ticket before the last shard of the present ticket is applied.

@@ -81,15 +81,11 @@ class CompactIntSet:
     """A set of numbers from 0 that are added about in order. It needs little memory."""
 
     def __init__(self, floor: int = 0, above: Iterable[int] = ()) -> None:
-        self._floor = floor  # all numbers below `_floor` are in the set
+        #: The lowest number that is not in the set.
+        self.floor = floor
         self._above: set[int] = set()
         for number in above:
             self.add(number)
-
-    @property
-    def floor(self) -> int:
-        """The lowest number that is not in the set."""
-        return self._floor
 
     @property
     def numbers_above_floor(self) -> set[int]:
@@ -97,13 +93,13 @@ class CompactIntSet:
         return set(self._above)
 
     def __contains__(self, number: int) -> bool:
-        return number < self._floor or number in self._above
+        return number < self.floor or number in self._above
 
     def __len__(self) -> int:
-        return self._floor + len(self._above)
+        return self.floor + len(self._above)
 
     def __iter__(self) -> Iterator[int]:
-        yield from range(self._floor)
+        yield from range(self.floor)
         yield from sorted(self._above)
 
     def add(self, number: int) -> bool:
@@ -111,9 +107,9 @@ class CompactIntSet:
         if number in self:
             return False
         self._above.add(number)
-        while self._floor in self._above:
-            self._above.remove(self._floor)
-            self._floor += 1
+        while self.floor in self._above:
+            self._above.remove(self.floor)
+            self.floor += 1
         return True
 
 
