@@ -208,7 +208,7 @@ def test_the_keeper_of_a_requeued_cell_takes_over_and_submits_no_job_twice(tmp_p
     until(lambda: len(backend.jobs) == 2)
     first._stopped = True  # as by SIGKILL: nothing is cancelled
     first.poll_jobs_soon()
-    first._start_thread.join()
+    first._thread.join()
     with WorkerJobSupervisor(backend, 2, journal) as second:
         second.poll_jobs_soon()
         backend.jobs["0"] = JobStatus("ended", "NODE_FAIL")

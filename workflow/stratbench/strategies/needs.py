@@ -16,7 +16,7 @@ class MissingPackage(ModelError):
 
 
 def check_installed(name: str, cls: type[Strategy], options: Mapping[str, Any]) -> None:
-    """Raise Missing if this Python environment lacks a package that a strategy needs.
+    """Raise MissingPackage if this Python environment lacks a package that a strategy needs.
 
     Args:
         name: Name of the strategy in the study.

@@ -206,7 +206,7 @@ class AsyncCheckpointWriter:
         """
         self._folder, self._clean_up, self._counts = folder, clean_up, counts
         self._copies: list[Tensor] = []
-        self._start_thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         #: For each checkpoint: seconds for which the training waited.
         self.held_up_s: list[float] = []
@@ -215,8 +215,8 @@ class AsyncCheckpointWriter:
 
     def wait_for_checkpoint_write(self) -> None:
         """Wait until the current checkpoint is on disk. If its write failed, raise the error."""
-        if self._start_thread is not None:
-            self._start_thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
 
@@ -242,7 +242,7 @@ class AsyncCheckpointWriter:
         """
         import torch
 
-        if self._start_thread is not None and self._start_thread.is_alive() and not wait:
+        if self._thread is not None and self._thread.is_alive() and not wait:
             return
         self.wait_for_checkpoint_write()
         began = time.perf_counter()
@@ -257,12 +257,12 @@ class AsyncCheckpointWriter:
         event = torch.cuda.Event() if on_cuda else None
         if event is not None:
             event.record()
-        self._start_thread = threading.Thread(
+        self._thread = threading.Thread(
             target=self._write_copies_to_disk,
             args=(step, event, constant_tensors, metadata),
             daemon=True,
         )
-        self._start_thread.start()
+        self._thread.start()
         self.held_up_s.append(time.perf_counter() - began)
         if wait:
             self.wait_for_checkpoint_write()

@@ -76,7 +76,7 @@ class WorkerMembership:
         """Wait for the coordinator's next message, and return it.
 
         Raises:
-            Over: If the training is over.
+            WorkerNotNeeded: If the training is over.
             CoordinatorLost: If the coordinator does not answer any more.
         """
         message = self._messages.get()
@@ -112,7 +112,7 @@ def join_as_member(
 ) -> WorkerMembership:
     """Join the training of a cell as worker `worker_number`. Wait while all places are taken.
 
-    Raises Over if the worker is not admitted.
+    Raises WorkerNotNeeded if the worker is not admitted.
 
     Args:
         folder: Run folder of the cell.

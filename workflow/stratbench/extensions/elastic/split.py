@@ -156,7 +156,7 @@ class ElasticSynchronous:
         """Train until the training is over or this worker must leave. Return the worker's results.
 
         Raises:
-            Over: If this worker took part in no generation.
+            WorkerNotNeeded: If this worker took part in no generation.
         """
         self._tables(0)
         self._membership.send_message("ready")
@@ -256,7 +256,7 @@ class ElasticSynchronous:
         taken = {"step": self._step, "epochs": self._summarize_unreported_steps(progress)}
         if progress.is_training_over:
             self._membership.send_message("through", **taken)
-            # The call raises Over, because the next message says that the training is over.
+            # The call raises WorkerNotNeeded, because the next message says that the training is over.
             self._membership.wait_for_message()
         if progress.has_failed and self._initial is not None:
             # The next generation must begin with a checkpoint, because a GPU may have computed wrong weights

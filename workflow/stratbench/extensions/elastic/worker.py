@@ -125,7 +125,7 @@ def train_synchronous(
         leave_requested: Set when this worker must leave.
 
     Raises:
-        Over: If the worker is not admitted.
+        WorkerNotNeeded: If the worker is not admitted.
     """
     s, start = job.settings, worker.start_worker(job, worker_number, local_rank)
     strategy, device, phases = start.strategy, start.device, start.phases

@@ -129,13 +129,11 @@ class WorkerJobSupervisor:
         self._wake = threading.Condition()
         self._soon = self._stopped = self._finishing = False
         self._failure_reason: str | None = None
-        self._start_thread = threading.Thread(
-            target=self._supervise_jobs, name="keeper", daemon=True
-        )
+        self._thread = threading.Thread(target=self._supervise_jobs, name="keeper", daemon=True)
 
     def __enter__(self) -> WorkerJobSupervisor:
         self._load_earlier_jobs()
-        self._start_thread.start()
+        self._thread.start()
         return self
 
     def __exit__(
@@ -147,7 +145,7 @@ class WorkerJobSupervisor:
         with self._wake:
             self._stopped = True
             self._wake.notify()
-        self._start_thread.join()
+        self._thread.join()
         self._backend.cancel_worker_jobs(self._live.values())
         now = time.time()
         for slot in list(self._live):

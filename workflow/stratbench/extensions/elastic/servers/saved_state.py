@@ -162,15 +162,15 @@ class StateSaver:
         self._folder, self._server, self._on_failure = folder, server, on_failure
         self.count = 0  # number of states saved so far
         self.held_up_s = 0.0  # seconds for which pushes of workers waited while shards were copied
-        self._start_thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def start_state_save(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
         """Start to save the state, unless another state is being saved."""
-        if self._start_thread is None or not self._start_thread.is_alive():
-            self._start_thread = threading.Thread(
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
                 target=self._write_state, args=(store, collect_values), name="saver", daemon=True
             )
-            self._start_thread.start()
+            self._thread.start()
 
     def _write_state(self, store: Store, collect_values: Callable[[], dict[str, Any]]) -> None:
         try:
@@ -185,5 +185,5 @@ class StateSaver:
 
     def wait_for_state_save(self) -> None:
         """Wait until no state is being saved."""
-        if self._start_thread is not None:
-            self._start_thread.join()
+        if self._thread is not None:
+            self._thread.join()

@@ -168,27 +168,18 @@ class SharedLane:
             start, stop = self._bounds[shard]
             out = self._memory.weights[start:stop]
             versions[shard] = store.shards[shard].view(slot, out, is_alive)
-        for first, count in _group_consecutive_shards(versions):
-            version = min(versions[k] for k in range(first, first + count))
-            self._connection.send(Frame(Kind.OK, first, count, version=version))
+        for group in _group_consecutive_shards(versions):
+            version = min(versions[k] for k in group)
+            self._connection.send(Frame(Kind.OK, group.start, len(group), version=version))
         return sum(self.count_pushed_bytes(shard) for shard in versions)
 
 
-class ShardGroup(NamedTuple):
-    """Consecutive shards: the number of the first shard, and the number of shards."""
-
-    first: int
-    count: int
-
-
-def _group_consecutive_shards(shards: Iterable[int]) -> list[ShardGroup]:
+def _group_consecutive_shards(shards: Iterable[int]) -> list[range]:
     """Return the groups of shards whose numbers are consecutive."""
-    groups: list[ShardGroup] = []
+    groups: list[range] = []
     for shard in sorted(shards):
-        if groups and sum(groups[-1]) == shard:
-            groups[-1] = ShardGroup(groups[-1].first, groups[-1].count + 1)
-        else:
-            groups.append(ShardGroup(shard, 1))
+        start = groups.pop().start if groups and groups[-1].stop == shard else shard
+        groups.append(range(start, shard + 1))
     return groups
 
 
