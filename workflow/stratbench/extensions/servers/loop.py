@@ -61,8 +61,9 @@ def train_on_tickets(
     def evaluate_epoch_now(epoch: int) -> dict[str, float | None]:
         if clock.is_running:
             clock.end_epoch()
-        with phases("eval"):
-            return evaluate_epoch_snapshot(strategy, data, worker, epoch)
+        with phases("eval"), strategy.hold_snapshot(epoch) as train_time_s:
+            entry = make_epoch_entry(strategy, data, worker, epoch, train_time_s)
+        return {key: entry[key] for key in ("test_loss", "score", "score_error")}
 
     with phases("warmup"):
         warm_up(strategy, data, worker)
@@ -165,22 +166,6 @@ def make_order_and_augmentation_copier(
         return drawn[epoch].to_device(data.index_device)
 
     return copy_order_and_augmentation
-
-
-def evaluate_epoch_snapshot(
-    strategy: Any, data: DeviceData, worker: Worker, epoch: int
-) -> dict[str, float | None]:
-    """Evaluate the servers' snapshot of one epoch, and return loss, score and standard error.
-
-    Args:
-        strategy: Strategy of the cell.
-        data: Data set.
-        worker: This worker.
-        epoch: Number of the epoch, from 0.
-    """
-    with strategy.hold_snapshot(epoch) as train_time_s:
-        entry = make_epoch_entry(strategy, data, worker, epoch, train_time_s)
-    return {key: entry[key] for key in ("test_loss", "score", "score_error")}
 
 
 def evaluate_all_snapshots(

@@ -122,12 +122,6 @@ class ReturningChannel:
     def _read_server_incarnation(self) -> int:
         return int(json.loads(self._rendezvous.read_text(encoding="utf-8"))["incarnation"])
 
-    def _close_lost_channel(self) -> None:
-        """Close the channel to lost servers, and add its measurements to this worker's totals."""
-        self._waited_s, self._moved = self.wait_s, self.sent_and_received_bytes_by_server
-        self._channel.reset_counters()
-        self._channel.close()
-
     # --- methods for the worker ------------------------------------------------------------------
 
     @property
@@ -191,7 +185,10 @@ class ReturningChannel:
     def _rejoin_after_server_loss(self, loss: ServerLost) -> bool:
         """Join the restarted servers after a loss. Return False if the training is over."""
         print(f"{loss}; waiting until the servers are restarted", flush=True)
-        self._close_lost_channel()
+        # The measurements of the lost channel become part of this worker's totals.
+        self._waited_s, self._moved = self.wait_s, self.sent_and_received_bytes_by_server
+        self._channel.reset_counters()
+        self._channel.close()
         self.returns += 1
         return self._join_server_incarnation()
 
