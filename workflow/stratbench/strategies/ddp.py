@@ -188,10 +188,8 @@ class DDP(collective.Collective):
 
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
-        if trial.randomly_called_modules:
-            yield refusals.module_skipped_at_random_reason(trial.randomly_called_modules)
-        elif trial.data_dependent_modules:
-            yield refusals.module_skipped_by_data_reason(trial.data_dependent_modules)
+        if reason := refusals.skipped_module_reason(trial):
+            yield reason
         elif trial.parameters_without_gradient:
             yield missing_gradient_reason(trial.parameters_without_gradient)
         if trial.repeatedly_added_parameters:

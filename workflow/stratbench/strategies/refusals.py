@@ -80,18 +80,22 @@ def repeated_gradient_sum_reason(parameter_names: Sequence[str]) -> str:
     )
 
 
-def module_skipped_by_data_reason(module_names: Sequence[str]) -> str:
-    """Return a sentence on modules that forward skips for some batches, with the remedy."""
-    return (
-        f"not every batch uses {format_names(module_names)}: forward chooses by values of tensors. Workers "
-        "have different data, so they would wait for each other forever or sum the gradients of different "
-        "modules; call it always, and choose with torch.where or a factor of 0 or 1"
-    )
+def skipped_module_reason(trial: Trial) -> str | None:
+    """Return a sentence on modules that forward calls on some workers only, with the remedy.
 
-
-def module_skipped_at_random_reason(module_names: Sequence[str]) -> str:
-    """Return a sentence on modules that forward skips at random, with the remedy."""
-    return (
-        f"not every forward calls {format_names(module_names)}: each worker draws its own random numbers, so "
-        "workers would wait for each other forever; call it always, and multiply its output by 0 or 1"
-    )
+    The result is None if forward skips no module at random, and none for some batches.
+    """
+    if trial.randomly_called_modules:
+        return (
+            f"not every forward calls {format_names(trial.randomly_called_modules)}: each worker draws its "
+            "own random numbers, so workers would wait for each other forever; call it always, and multiply "
+            "its output by 0 or 1"
+        )
+    if trial.data_dependent_modules:
+        return (
+            f"not every batch uses {format_names(trial.data_dependent_modules)}: forward chooses by values "
+            "of tensors. Workers have different data, so they would wait for each other forever or sum the "
+            "gradients of different modules; call it always, and choose with torch.where or a factor of 0 "
+            "or 1"
+        )
+    return None

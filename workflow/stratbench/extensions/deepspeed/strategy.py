@@ -134,12 +134,8 @@ class DeepSpeed(Counted):
                 "parameters only for the call; call the module itself, or use stage 1 or 2"
             )
         yield from refusals.iter_unshardable_model_reasons(trial, replaces_parameters=False)
-        if worker.world_size == 1:
-            return
-        if trial.randomly_called_modules:
-            yield refusals.module_skipped_at_random_reason(trial.randomly_called_modules)
-        elif trial.data_dependent_modules:
-            yield refusals.module_skipped_by_data_reason(trial.data_dependent_modules)
+        if worker.world_size > 1 and (reason := refusals.skipped_module_reason(trial)):
+            yield reason
 
     def traits(self, gpus: int) -> base.Traits:
         o = self.options

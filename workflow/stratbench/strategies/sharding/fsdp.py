@@ -174,10 +174,8 @@ class FSDP(Sharded):
             yield from self._iter_accumulation_refusals(
                 trial.names_without_gradient_in_some_steps, worker
             )
-        if worker.world_size > 1 and trial.randomly_called_modules:
-            yield refusals.module_skipped_at_random_reason(trial.randomly_called_modules)
-        elif worker.world_size > 1 and trial.data_dependent_modules:
-            yield refusals.module_skipped_by_data_reason(trial.data_dependent_modules)
+        if worker.world_size > 1 and (reason := refusals.skipped_module_reason(trial)):
+            yield reason
         elif worker.world_size > 1 and trial.forward_reads_values and trial.uncalled_groups:
             yield (
                 f"forward reads values of tensors and did not call {format_names(trial.uncalled_groups)}: it "
