@@ -418,7 +418,7 @@ def scratch(monkeypatch):
 
 
 #: A step of it, and of its warm-up, takes seconds: it is killed in one of the first.
-ASLEEP = {"slowdown": {"workers": [1], "factor": 3e2}, "warmup_steps": 1}
+ASLEEP = {"slowdown": {"workers": [1], "factor": 2e2}, "warmup_steps": 1}
 
 
 def test_a_killed_worker_does_not_bring_an_asynchronous_cell_down(tmp_path, warm, scratch):
