@@ -62,12 +62,12 @@ HOUSE_WORDS = {
 NAMED_BY_OTHERS = {"ReportCallback"}
 #: Findings of ruff that are left, by rules that pyproject.toml ignores. Lower a number when some are mended.
 LEFT_BY_RUFF = {
-    "D102": 340,
+    "D102": 331,
     "D103": 19,
     "D105": 35,
     "D106": 22,
     "D107": 88,
-    "D205": 39,
+    "D205": 37,
     "D417": 0,
     "N818": 20,
 }

@@ -34,10 +34,6 @@ class ModelSplit(Counted):
     #: Whether the present part of a batch is its last one. Only there the replicas average gradients.
     _is_last = True
 
-    def __init__(self, options: base.Options) -> None:
-        super().__init__(options)
-        self._pending_reductions: list[Work] = []
-
     @classmethod
     def indivisible_model_reason(cls, network: str | Model) -> str | None:
         """Return why this strategy cannot divide a model, or None if it can.
@@ -79,6 +75,10 @@ class ModelSplit(Counted):
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         yield from super().iter_model_refusals(model, worker)
         yield from refusals.iter_unshardable_model_reasons(worker.trial)
+
+    def setup(self, model: nn.Module, worker: base.Worker) -> None:
+        self._pending_reductions: list[Work] = []
+        super().setup(model, worker)
 
     def create_sync_context(self, is_last_part: bool) -> AbstractContextManager:
         self._is_last = is_last_part
