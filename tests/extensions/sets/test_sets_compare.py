@@ -19,10 +19,12 @@ from scipy import stats
 from regression_watch import two_sets
 from stratbench.analysis.decision.constraints import Constraints
 from stratbench.analysis.records.groups import Group
+from stratbench.extensions.audit.across_cells.mixed import TABLE
 from stratbench.extensions.sets.__main__ import main
 from stratbench.extensions.sets.comparing import comparison, page, regression, tables
 from stratbench.extensions.sets.comparing.compare import make_comparison_folder_name
 from stratbench.extensions.sets.comparing.comparison import compare_result_sets, describe_comparison
+from stratbench.extensions.sets.comparing.matching import classify_field_difference
 from stratbench.extensions.sets.comparing.union import decide_over_sets
 from stratbench.extensions.sets.keys import list_existing_sets
 from stratbench.extensions.sets.reading import read_set
@@ -100,6 +102,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sets(folder):
     return {p.name: read_set(str(p / "constructed"), p.name) for p in folder.iterdir()}
+
+
+def test_each_field_that_the_audit_compares_has_a_kind():
+    """Without one, a comparison of sets that differ in the field would raise an error."""
+    for entry in TABLE:
+        for path in entry.field_path_prefixes:
+            classify_field_difference(path)
 
 
 def test_a_cells_ratio_has_welchs_interval():

@@ -27,6 +27,7 @@ WORK_DIFFERENCES = {
     "mixed-data": "data",
     "mixed-models": "model",
     "mixed-optimizers": "optimizer",
+    "mixed-variants": "setting",
     "mixed-settings": "setting",
     "mixed-batches": "batch",
 }
