@@ -65,7 +65,7 @@ rule verdict:
         ENV
     params:
         config=lambda w: json.dumps(STUDY_CONFIG, sort_keys=True),
-        outlook=lambda w: or_workflow_error(lambda: ROUND.outlook),  # the round's cost, and later rounds
+        outlook=lambda w: or_workflow_error(lambda: ROUND.content)["outlook"],  # cost, and later rounds
     message:
         f"report the present verdicts of the study {STUDY.name}. {{params.outlook}}"
     shell:

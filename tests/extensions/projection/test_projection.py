@@ -72,10 +72,7 @@ def test_skill_is_over_the_best_naive_rule_and_none_without_a_third_count():
     measured = points(n1=1.0, n2=1.1, n4=1.15, n8=1.3)
     nothing = naive.compute_skill(naive.project_by_a_plus_b_over_n, measured[:2], "weak")
     assert nothing.relative_error_reduction is None
-    errors = naive.compute_skill(
-        naive.project_by_perfect_scaling, measured, "weak"
-    ).mean_ln_error_by_naive_rule
-    best = min(errors, key=errors.get)
+    best = naive.compute_skill(naive.project_by_perfect_scaling, measured, "weak").best_naive_rule
     assert naive.compute_skill(
         naive.RULES[best], measured, "weak"
     ).relative_error_reduction == pytest.approx(0)
@@ -294,38 +291,34 @@ def test_who_waits_for_a_collective_follows_from_its_call(kind, waiter, phase, o
 
 
 def simulated(queue: ServerQueue, workers: int, updates: int) -> float:
-    """Updates a second on a virtual clock: exponential times, each server first come first served."""
+    """Updates a second on a virtual clock: exponential times, first come first served."""
     random = Random(0)
 
     def drawn(mean_s: float) -> float:
         return random.expovariate(1 / mean_s)
 
-    arrivals = [(drawn(queue.think_s), w, 0) for w in range(workers)]
+    arrivals = [drawn(queue.think_s) for _ in range(workers)]
     heapq.heapify(arrivals)
-    free = [0.0] * len(queue.service_s_by_server)
-    done, now, began, skipped = 0, 0.0, 0.0, updates // 5
-    while done < updates + skipped:
-        now, worker, server = heapq.heappop(arrivals)
-        if server == len(free):
-            done += 1
-            began = now if done == skipped else began  # the queues have filled
-            heapq.heappush(arrivals, (now + drawn(queue.think_s), worker, 0))
-        else:
-            free[server] = max(now, free[server]) + drawn(queue.service_s_by_server[server])
-            heapq.heappush(arrivals, (free[server], worker, server + 1))
-    return updates / (now - began)
+    free = began = 0.0
+    skipped = updates // 5
+    for done in range(updates + skipped):
+        if done == skipped:
+            began = free  # the queue has filled
+        free = max(heapq.heappop(arrivals), free) + drawn(queue.service_s)
+        heapq.heappush(arrivals, free + drawn(queue.think_s))
+    return updates / (free - began)
 
 
 @pytest.mark.parametrize("workers", [1, 4, 16])
 def test_the_queue_agrees_with_a_virtual_clock(workers):
-    queue = ServerQueue(think_s=1.0, service_s_by_server=(0.1, 0.05))
+    queue = ServerQueue(think_s=1.0, service_s=0.1)
     updates_per_s = workers / compute_asynchronous_step_s(queue, workers)
     assert updates_per_s == pytest.approx(simulated(queue, workers, 6000), rel=0.05)
-    assert updates_per_s <= 1 / max(queue.service_s_by_server)
+    assert updates_per_s <= 1 / queue.service_s
 
 
 def test_past_the_knee_workers_bring_nothing():
-    queue = ServerQueue(think_s=0.9, service_s_by_server=(0.1,))
+    queue = ServerQueue(think_s=0.9, service_s=0.1)
     assert queue.num_workers_at_saturation == pytest.approx(10)
     before, after = (n / compute_asynchronous_step_s(queue, n) for n in (20, 40))
     assert after / before < 1.01
@@ -415,7 +408,7 @@ def test_servers_fill_sooner_where_a_workers_share_shrinks():
     """A push takes 0.1 s; computing takes 1.2 s alone, and in strong scaling a fourth of it on four."""
 
     def replayed(workers: int, compute_s: float) -> float:
-        return compute_asynchronous_step_s(ServerQueue(compute_s, (0.1,)), workers)
+        return compute_asynchronous_step_s(ServerQueue(compute_s, 0.1), workers)
 
     refused = {}
     for scaling in ("weak", "strong"):
@@ -425,7 +418,7 @@ def test_servers_fill_sooner_where_a_workers_share_shrinks():
         assert compute_s(6) == pytest.approx(computing[6], rel=1e-3)
         (found,) = project_step_times(
             measured, scaling, [(6, 1)], replayed, has_servers=True,
-            make_queue=lambda n, compute_s=compute_s: ServerQueue(compute_s(n), (0.1,)),
+            make_queue=lambda n, compute_s=compute_s: ServerQueue(compute_s(n), 0.1),
         )  # fmt: skip
         refused[scaling] = found.refusal_reason
     assert refused["weak"] is None  # full at 13
@@ -456,9 +449,7 @@ def test_servers_beside_each_worker_grow_in_number_with_them(tmp_path):
             num_parameters=(1 << 24) / 4, measured_steps=points(n4=1.0), stragglers=None
         )
         on = make_link_replay(at, evidence, None, tmp_path / "links.csv", lambda workers: 1)
-        found[server_placement] = [
-            on.make_server_queue(n, 1.0).service_s_by_server[0] for n in (1, 8)
-        ]
+        found[server_placement] = [on.make_server_queue(n, 1.0).service_s for n in (1, 8)]
     assert found["central"] == pytest.approx([0.1, 0.1], rel=0.01)
     assert found["colocated"] == pytest.approx([0.1, 0.1 / 8], rel=0.2)
 
@@ -622,7 +613,7 @@ def test_what_cannot_be_known_is_refused_with_the_remedy():
         is None
     )
     assert find_projection_refusal_reason([MeasuredStep(8, 1.0, 2)], 16, 4) is None
-    full = ServerQueue(think_s=0.9, service_s_by_server=(0.1,))
+    full = ServerQueue(think_s=0.9, service_s=0.1)
     assert "servers are saturated from about 11" in find_projection_refusal_reason(
         measured, 12, 1, make_queue=lambda workers: full
     )

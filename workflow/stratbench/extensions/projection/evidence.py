@@ -362,7 +362,7 @@ def _make_server_replay(
         # All workers wait for the latency at the same time, so it is part of the think time.
         latency_s = make_cell_at_count(workers).steps_per_batch * link.latency_s
         service_s = link_slowdown * compute_server_service_s(workers)
-        return ServerQueue(compute_s + link_slowdown * latency_s, (service_s,))
+        return ServerQueue(compute_s + link_slowdown * latency_s, service_s)
 
     @cache
     def is_strategy_waiting_for_slowest(workers: int) -> bool:

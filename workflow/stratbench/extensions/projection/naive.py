@@ -143,12 +143,10 @@ class Skill:
         relative_error_reduction: 1 minus the ratio of the rule's mean error to that of the best naive rule.
             It is 1 without an error, and below 0 for a worse rule. None for fewer than three measured counts.
         best_naive_rule: Name of the naive rule with the smallest mean error.
-        mean_ln_error_by_naive_rule: Mean absolute log error, by name of the naive rule.
     """
 
     relative_error_reduction: float | None
     best_naive_rule: str
-    mean_ln_error_by_naive_rule: dict[str, float]
 
     @property
     def matches_best_naive_rule(self) -> bool:
@@ -165,7 +163,7 @@ def compute_skill(rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: S
         scaling: Weak or strong scaling.
     """
     if len(measured_steps) < 3:
-        return Skill(None, "a + b/N", {})
+        return Skill(None, "a + b/N")
     errors = {
         name: _average_absolute_errors(compute_ln_error_by_worker_count(r, measured_steps, scaling))
         for name, r in RULES.items()
@@ -173,8 +171,8 @@ def compute_skill(rule: Rule, measured_steps: Sequence[MeasuredStep], scaling: S
     best = min(errors, key=errors.__getitem__)
     own = _average_absolute_errors(compute_ln_error_by_worker_count(rule, measured_steps, scaling))
     if errors[best] == 0:
-        return Skill(0.0 if own == 0 else -math.inf, best, errors)
-    return Skill(1 - own / errors[best], best, errors)
+        return Skill(0.0 if own == 0 else -math.inf, best)
+    return Skill(1 - own / errors[best], best)
 
 
 def _average_absolute_errors(errors: dict[int, float]) -> float:

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerQueue:
-    """Closed queue of workers, which in turn compute and are served by each server.
+    """Closed queue of workers, which in turn compute and are served by servers with equal parts.
 
     Attributes:
         think_s: Seconds between two requests of a worker, for its computation and the latency of messages.
-        service_s_by_server: Seconds in which each server serves one push and pull of one worker.
+        service_s: Seconds in which the servers serve one push and pull of one worker.
     """
 
     think_s: float
-    service_s_by_server: tuple[float, ...]
+    service_s: float
 
     @property
     def num_workers_at_saturation(self) -> float:
-        """Number of workers from which on the busiest server is always busy (saturated).
+        """Number of workers from which on the servers are always busy (saturated).
 
-        It is the think time plus the sum of all service times, divided by the longest service time.
+        It is the think time plus the service time, divided by the service time.
         """
-        return (self.think_s + sum(self.service_s_by_server)) / max(self.service_s_by_server)
+        return (self.think_s + self.service_s) / self.service_s
 
 
 def compute_asynchronous_step_s(queue: ServerQueue, workers: int) -> float:
@@ -32,18 +32,17 @@ def compute_asynchronous_step_s(queue: ServerQueue, workers: int) -> float:
     The result is by mean value analysis, which is exact for exponential service times (Reiser and Lavenberg,
     1980).
     """
-    waiting = [0.0] * len(queue.service_s_by_server)
-    rate = 0.0
+    waiting = rate = 0.0
     for w in range(1, workers + 1):
-        times = [d * (1 + q) for d, q in zip(queue.service_s_by_server, waiting, strict=True)]
-        rate = w / (queue.think_s + sum(times))
-        waiting = [rate * t for t in times]
+        served_s = queue.service_s * (1 + waiting)
+        rate = w / (queue.think_s + served_s)
+        waiting = rate * served_s
     return workers / rate
 
 
 def compute_synchronous_step_s(queue: ServerQueue, workers: int) -> float:
     """Return the seconds of a step in which all workers wait for each other.
 
-    All workers compute at the same time. Then the busiest server serves their pushes one after the other.
+    All workers compute at the same time. Then the servers serve their pushes one after the other.
     """
-    return queue.think_s + workers * max(queue.service_s_by_server)
+    return queue.think_s + workers * queue.service_s

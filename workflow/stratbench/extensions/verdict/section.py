@@ -51,26 +51,18 @@ def collect_verdict_section_values(
 def make_conclusion_row(comparison: Mapping[str, Any]) -> dict[str, Any]:
     """Return a comparison's row in the table of conclusions.
 
-    Its key `rivals` has a row for each strategy other than the leader.
+    Its key `rivals` has the entry of each strategy other than the leader.
     """
     matrix, at_most = comparison["matrix_gpu_hours"], comparison["at_most"]
     spent = comparison["block_gpu_hours"] + comparison["full_run_gpu_hours"]
     return {
-        "experiment": comparison["experiment"],
-        "model": comparison["model"],
-        "workers": comparison["workers"],
-        "text": comparison["text"],
-        "confidence": comparison["confidence"],
-        "reason": comparison["confidence_reason"],
-        "blocks": comparison["blocks"],
+        **comparison,
         "spent": f"{spent:.3g}" if matrix is None else f"{spent:.3g} of {matrix:.3g}",
         "interval": format_ratio_of_nearest_rival(comparison),
         "at_most": f"{100 * at_most:.1f} %"
         if at_most is not None and comparison["claimed"]
         else "",
-        "rivals": [
-            make_rival_row(ratio) for ratio in comparison["ratios"] if ratio["state"] != "leader"
-        ],
+        "rivals": [ratio for ratio in comparison["ratios"] if ratio["state"] != "leader"],
     }
 
 
@@ -89,17 +81,6 @@ def format_ratio_of_nearest_rival(comparison: Mapping[str, Any]) -> str:
     # Alternatives that are still in the comparison come before dropped ones.
     nearest = min(known, key=lambda ratio: (bool(ratio["reason"]), ratio["at_least"]))
     return f"{nearest['strategy']} {nearest['text']}"
-
-
-def make_rival_row(strategy_entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return an alternative's row: state, time ratio, and any reason for the exclusion."""
-    return {
-        "strategy": strategy_entry["strategy"],
-        "state": strategy_entry["words"],
-        "ratio": strategy_entry["text"],
-        "against": strategy_entry["against"] or "",
-        "reason": strategy_entry["reason"],
-    }
 
 
 #: Components of the noise, each with its key in verdict.json, its name and its description in the report.

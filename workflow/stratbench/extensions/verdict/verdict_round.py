@@ -82,11 +82,6 @@ class Round:
                 f"{self.file} cannot be read: {e}; start the round with `snakemake verdict`"
             ) from None
 
-    @property
-    def outlook(self) -> str:
-        """Sentence on the cost of the round and the number of rounds that may follow."""
-        return self.content["outlook"]
-
     def write_round_file(self) -> None:
         """Write round.json, which the jobs of the round read."""
         write_text_atomically(self.file, json.dumps(self.content, indent=1) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 
@@ -17,14 +16,8 @@ from stratbench.extensions.projection.shown.crossings import (
 
 #: Experiment, model and strategy of a row of projection.csv.
 StrategyKey = tuple[str, str, str]
-
-
-class LowMiddleHigh(NamedTuple):
-    """Lower end, middle and upper end of an interval of 80 %."""
-
-    low: float
-    middle: float
-    high: float
+#: Lower end, middle and upper end of an interval of 80 %.
+LowMiddleHigh = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ def group_step_times_by_strategy(rows: pd.DataFrame) -> StepTimesByStrategy:
 
 def read_crossing_sentences(path: str) -> dict[tuple[str, str], list[str]]:
     """Return sentences on where the fastest strategy changes, by experiment and model."""
-    if not path or not Path(path).exists():
+    if not Path(path).exists():
         return {}
     return {
         key: [
@@ -113,9 +106,9 @@ def read_projections_by_strategy(
 ) -> dict[StrategyKey, dict[int, Projected]]:
     """Return the projected trainings in a projection.csv, by strategy and number of workers.
 
-    Only numbers up to `max_workers` are returned. The result is empty without a path or without this limit.
+    Only numbers up to `max_workers` are returned. The result is empty without the file or without this limit.
     """
-    if not path or max_workers is None or not Path(path).exists():
+    if max_workers is None or not Path(path).exists():
         return {}
     table = read_projection_rows(Path(path))
     rows = table[(table["workers"] <= max_workers) & (table["kind"] != "measured")]
@@ -131,8 +124,7 @@ def _parse_projected_row(row: Mapping) -> Projected:
         return Projected(row["reason"])
 
     def read_interval_columns(name: str, unit: str = "") -> LowMiddleHigh:
-        columns = f"{name}_low{unit}", f"{name}{unit}", f"{name}_high{unit}"
-        return LowMiddleHigh(*(row[column] for column in columns))
+        return row[f"{name}_low{unit}"], row[f"{name}{unit}"], row[f"{name}_high{unit}"]
 
     memory_bytes = row["memory_high_bytes"]
     return Projected(

@@ -87,12 +87,12 @@ def plan_next_round(replay: RoundReplay) -> NextRound:
     paired = any(state.looks for state in replay.states)
     reason = "everything is decided" if paired else "there is nothing to compare"
     if not pending and not all(
-        is_comparison_decided(replay, s) for s in replay.states if s.latest_evaluation
+        is_comparison_decided(replay, s) for s in replay.states if s.latest_analysis
     ):
         reason = f"the verdict has ended: it has the largest number of blocks, {judging.LOOKS[-1]}"
         if all(
-            s.latest_evaluation is None
-            or s.latest_evaluation.max_log_advantage_over_leader <= compute_log_margin(evidence)
+            s.latest_analysis is None
+            or s.latest_analysis.max_log_advantage_over_leader <= compute_log_margin(evidence)
             for s in replay.states
         ):
             reason = "the verdict has ended: full runs contradict its blocks"
@@ -119,7 +119,7 @@ def plan_next_round(replay: RoundReplay) -> NextRound:
 
 def is_comparison_decided(replay: RoundReplay, state: ComparisonState) -> bool:
     """Return whether a comparison has ended with a leader close enough to the fastest strategy."""
-    last = replay.get_corrected_evaluation(state)
+    last = replay.get_corrected_analysis(state)
     return (
         last is not None
         and not state.is_open
@@ -161,7 +161,7 @@ def make_block_entry(
             "steps": steps,
             "discard": None if steps is None else count_discarded_steps(steps),
             "disagreement": replay.estimate_segment_disagreement_limit(
-                state.latest_evaluation.num_blocks if state.latest_evaluation else 0
+                state.latest_analysis.num_blocks if state.latest_analysis else 0
             ),
         },
         "seed": evidence.compute_block_seed(state.comparison, block_number),

@@ -227,7 +227,7 @@ class RoundReplay:
         return suspect
 
     def _record_round_in_states(self, round_result: judging.InterimResult) -> None:
-        """Append a round's evaluation and dropped strategies to the state of each comparison."""
+        """Append a round's analysis and dropped strategies to the state of each comparison."""
         look = round_result.look
         for i, state in enumerate(self.states):
             if not round_result.judged[i]:
@@ -246,19 +246,13 @@ class RoundReplay:
                     state.dropped_strategies.append(
                         DroppedStrategy(strategy, blocks, status, FAILURES.get(status, status))
                     )
-                elif round_result.dropped[i, j] and look.blocks[i] == 1:
-                    reason = f"more than {moderated.SCREEN:g} times as slow in the first block"
-                    state.dropped_strategies.append(
-                        DroppedStrategy(
-                            strategy, blocks, "much slower", reason, ratios[strategy], leader
-                        )
-                    )
                 elif round_result.dropped[i, j]:
-                    reason = f"slower than {leader}"
+                    kind, reason = "slower", f"slower than {leader}"
+                    if look.blocks[i] == 1:
+                        kind = "much slower"
+                        reason = f"more than {moderated.SCREEN:g} times as slow in the first block"
                     state.dropped_strategies.append(
-                        DroppedStrategy(
-                            strategy, blocks, "slower", reason, ratios[strategy], leader
-                        )
+                        DroppedStrategy(strategy, blocks, kind, reason, ratios[strategy], leader)
                     )
             state.looks.append(
                 ComparisonAnalysis(
@@ -386,12 +380,12 @@ class RoundReplay:
         before = len(self.requested_runs)
         for state in self.states:
             if (
-                not state.latest_evaluation
+                not state.latest_analysis
                 or not state.comparison.has_scored_full_runs
                 or state.num_compared_strategies < 2
             ):
                 continue
-            comparison, leader = state.comparison, state.latest_evaluation.leader
+            comparison, leader = state.comparison, state.latest_analysis.leader
             if leader not in state.active_strategies:
                 continue
             runs = len(self.scores.list_requested_full_runs(comparison, leader))
@@ -424,28 +418,28 @@ class RoundReplay:
     def compute_full_run_deviations(self, state: ComparisonState) -> dict[str, list[float]]:
         """Return log(measured / predicted time) of each full run of a comparison, by strategy."""
         blocks = self.evidence.list_blocks_of_comparison(state.comparison.comparison_key)[
-            : state.latest_evaluation.num_blocks if state.latest_evaluation else None
+            : state.latest_analysis.num_blocks if state.latest_analysis else None
         ]
         return checks.compute_full_run_deviations(self.evidence, state.comparison, blocks)
 
     def is_leader_confirmed_by_full_runs(self, state: ComparisonState) -> bool:
         """Return whether the leader has enough full runs to check its step time to MAX_LOG_DEVIATION."""
         runs = (
-            len(self.compute_full_run_deviations(state).get(state.latest_evaluation.leader, ()))
-            if state.latest_evaluation
+            len(self.compute_full_run_deviations(state).get(state.latest_analysis.leader, ()))
+            if state.latest_analysis
             else 0
         )
         return (
             runs > 0
             and checks.estimate_full_run_deviation_sd(
-                runs, state.latest_evaluation.num_blocks, self._level
+                runs, state.latest_analysis.num_blocks, self._level
             )
             <= MAX_LOG_DEVIATION
         )
 
     def find_full_run_correction(self, state: ComparisonState) -> checks.FullRunCorrection | None:
         """Return the correction of a comparison's conclusion, or None if full runs and blocks agree."""
-        last = state.latest_evaluation
+        last = state.latest_analysis
         if last is None or last.leader not in state.active_strategies:
             return None
         bounds = {
@@ -464,9 +458,9 @@ class RoundReplay:
             deviations, last.leader, bounds, last.num_blocks, self._level
         )
 
-    def get_corrected_evaluation(self, state: ComparisonState) -> ComparisonAnalysis | None:
-        """Return a comparison's latest evaluation, corrected if full runs contradict the blocks."""
-        last, correction = state.latest_evaluation, self.find_full_run_correction(state)
+    def get_corrected_analysis(self, state: ComparisonState) -> ComparisonAnalysis | None:
+        """Return a comparison's latest analysis, corrected if full runs contradict the blocks."""
+        last, correction = state.latest_analysis, self.find_full_run_correction(state)
         if last is None or correction is None:
             return last
         bound = max(last.max_log_advantage_over_leader, correction.max_log_advantage_over_leader)

@@ -21,7 +21,7 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True)
 class ComparisonAnalysis:
-    """Evaluation of one comparison at one interim analysis."""
+    """Results of one interim analysis for one comparison."""
 
     num_blocks: int
     #: Number of blocks that contain all strategies still in the comparison.
@@ -66,7 +66,7 @@ class ComparisonState:
     is_open: bool = True
 
     @property
-    def latest_evaluation(self) -> ComparisonAnalysis | None:
+    def latest_analysis(self) -> ComparisonAnalysis | None:
         """The latest interim analysis, or None before the first."""
         return self.looks[-1] if self.looks else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from stratbench.cell.files import replace_non_finite_by_none
@@ -86,7 +86,7 @@ def make_comparison_entry(
         costs: GPU-seconds of the verdict.
         state: State of the comparison.
     """
-    last, comparison = replay.get_corrected_evaluation(state), state.comparison
+    last, comparison = replay.get_corrected_analysis(state), state.comparison
     # Blocks after the latest interim analysis do not count, because they were not evaluated yet.
     blocks = replay.evidence.list_blocks_of_comparison(comparison.comparison_key)[
         : last.num_blocks if last else None
@@ -132,7 +132,7 @@ def make_comparison_entry(
         "confidence_reason": reason,
         "doubts": doubts,
         "ratios": [make_strategy_entry(state, strategy) for strategy in comparison.strategies],
-        "looks": [make_evaluation_entry(look) for look in state.looks],
+        "looks": [make_analysis_entry(look) for look in state.looks],
         "step_s": {
             strategy: [
                 replace_non_finite_by_none(math.exp(b.compute_log_step_time(strategy)))
@@ -171,13 +171,11 @@ def iter_doubt_sentences(
                 "from the number of steps times the step time in the blocks"
             )
     if (correction := replay.find_full_run_correction(state)) and (
-        before := compute_ratio_minus_1_or_inf(
-            state.latest_evaluation.max_log_advantage_over_leader
-        )
+        before := compute_ratio_minus_1_or_inf(state.latest_analysis.max_log_advantage_over_leader)
     ) < MAX_CLAIMED_SHARE:
         yield (
             f"according to the blocks, no strategy is more than {before:.1%} faster than "
-            f"{state.latest_evaluation.leader}; according to the full runs, {correction.nearest_rival} may be"
+            f"{state.latest_analysis.leader}; according to the full runs, {correction.nearest_rival} may be"
         )
     for block in blocks:
         for strategy, factor in checks.iter_strategies_contradicting_full_runs(
@@ -188,7 +186,7 @@ def iter_doubt_sentences(
                 f"a step of {strategy} in block {block.block_number} takes {times} the step time of its own "
                 "full run"
             )
-    last = state.latest_evaluation
+    last = state.latest_analysis
     if last and last.block_similarity_sds > dependence.CERTAIN_SDS:
         wider = ", so that the intervals are widened" if last.reuses_few_nodes else ""
         yield f"successive blocks are more similar than chance explains{wider}"
@@ -232,7 +230,7 @@ def make_conclusion_kind_and_sentence(
         state: State of the comparison.
         blocks: Blocks of the comparison.
     """
-    last, margin = replay.get_corrected_evaluation(state), replay.evidence.margin
+    last, margin = replay.get_corrected_analysis(state), replay.evidence.margin
     if len(state.comparison.strategies) == 1:
         return (
             "only",
@@ -296,7 +294,7 @@ def describe_nodes(blocks: list[PairedBlock]) -> str:
     if len(sets) == 1:
         return f" on {'node' if len(sets[0]) == 1 else 'nodes'} {', '.join(sets[0])}"
     named = " and ".join(", ".join(hosts) for hosts in sets)
-    return f" on {format_node_set_count(len(sets), sets)} alone, {named}"
+    return f" on {format_node_set_count(sets)} alone, {named}"
 
 
 def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
@@ -305,21 +303,14 @@ def describe_node_count(blocks: Sequence[PairedBlock]) -> str:
     The text is empty if the blocks ran on fewer than three sets of nodes.
     """
     sets = {block.hosts for block in blocks}
-    return f", on {format_node_set_count(len(sets), sets)}" if len(sets) >= judging.MIN_SETS else ""
+    return f", on {format_node_set_count(sets)}" if len(sets) >= judging.MIN_SETS else ""
 
 
-def format_node_set_count(count: int, sets: Iterable[tuple[str, ...]]) -> str:
-    """Return the number of node sets as text: `2 nodes` or `2 sets of nodes`.
-
-    Args:
-        count: Number of sets of nodes.
-        sets: Names of the nodes of each set.
-    """
-    return (
-        f"{count} sets of nodes"
-        if any(len(hosts) > 1 for hosts in sets)
-        else format_count(count, "node")
-    )
+def format_node_set_count(sets: Collection[tuple[str, ...]]) -> str:
+    """Return the number of node sets as text: `2 nodes` or `2 sets of nodes`."""
+    if any(len(hosts) > 1 for hosts in sets):
+        return f"{len(sets)} sets of nodes"
+    return format_count(len(sets), "node")
 
 
 def make_strategy_entry(state: ComparisonState, strategy: str) -> dict[str, Any]:
@@ -328,7 +319,7 @@ def make_strategy_entry(state: ComparisonState, strategy: str) -> dict[str, Any]
     The entry has the strategy's state, and the ratio of its time to the leader's. For a dropped strategy, the
     ratio is the one at which it was dropped.
     """
-    last = state.latest_evaluation
+    last = state.latest_analysis
     drop: DroppedStrategy | None = next(
         (d for d in reversed(state.dropped_strategies) if d.strategy == strategy), None
     )
@@ -398,7 +389,7 @@ def convert_log_to_ratio(log_ratio: float) -> float | None:
     return math.exp(log_ratio) if math.isfinite(log_ratio) and abs(log_ratio) < 50 else None
 
 
-def make_evaluation_entry(look: ComparisonAnalysis) -> dict[str, Any]:
+def make_analysis_entry(look: ComparisonAnalysis) -> dict[str, Any]:
     """Return the entry of an interim analysis in verdict.json.
 
     Its key `intervals` has four numbers per strategy: the time ratio, both ends of its interval, and its
@@ -466,7 +457,7 @@ def assess_confidence_and_reasons(
         claim: Kind of the conclusion.
         doubts: Reasons to doubt the blocks, as sentences.
     """
-    last = replay.get_corrected_evaluation(state)
+    last = replay.get_corrected_analysis(state)
     if last is None or claim not in CLAIMS:
         return "low", "Nothing was compared." if claim == "only" else "Nothing is claimed yet."
     reasons, sure = [], True
@@ -514,7 +505,7 @@ def assess_confidence_and_reasons(
 
 def find_doubt_on_leader_score(replay: RoundReplay, state: ComparisonState) -> str | None:
     """Return the reason why the leader's score may not be good enough, or None."""
-    leader = state.latest_evaluation.leader
+    leader = state.latest_analysis.leader
     if not state.comparison.has_scored_full_runs:
         return (
             "No score was measured, because the setting `steps` is set: equal scores are assumed."
