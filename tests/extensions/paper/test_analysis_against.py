@@ -9,6 +9,8 @@ import pytest
 from stratbench.analysis.records.findings import AUDIT_COLUMNS
 from stratbench.analysis.records.groups import GROUP, Repeats
 from stratbench.extensions.audit import audit
+from stratbench.extensions.audit.rule import AuditData
+from stratbench.extensions.audit.speed import find_copied_training_times
 from stratbench.extensions.paper import against, claims, published
 from stratbench.extensions.paper import section as paper_section
 from stratbench.extensions.paper.claims import FAILS, HOLDS, UNKNOWN, judge_claims
@@ -51,6 +53,45 @@ def test_the_papers_own_tables_do_not_bear_out_its_text(v2):
     )
     assert "no traffic" in rows.loc["fsdp-slowdown-v2", "explanation"]
     assert rows.loc["async-gain-v1", "in_the_paper"] == "holds: 30.40 (vgg16 on 4)"
+
+
+def iter_claimed_values(claim, cells, findings=()):
+    """Yield a claim's values by the names of their cells."""
+    for value in METRICS[claim["metric"]](Repeats(cells, findings)):
+        if claims.is_value_of_claimed_model(claim, value):
+            yield value.cells_label, value
+
+
+def describe_printed_values(claim, cells):
+    """Return whether the paper's printed values agree with its claim, and which of them are weak evidence.
+
+    All of them count, even if the audit finds them wrong.
+    """
+    if not (printed := dict(iter_claimed_values(claim, cells))):
+        return ""
+    values = claims.add_intervals_to_ratios(list(printed.values()))
+    agrees = claims.judge_claim_values(values, claim["low"], claim["high"])
+    copied = [
+        dict.fromkeys(GROUP) | finding.coordinates | {"severity": "unusable", "affects": "time"}
+        for finding in find_copied_training_times.check(AuditData(cells))
+    ]
+    credible = dict(iter_claimed_values(claim, cells, copied))
+    weak = []
+    if lost := [label for label in printed if label not in credible]:
+        weak.append(f"{', '.join(lost)}: from a time that is printed for two cells")
+    if bounds := [label for label, value in printed.items() if value.range_kind == "bound"]:
+        weak.append(f"{', '.join(bounds)}: from a time above its limit, so a bound")
+    more = f" ({'; '.join(weak)})" if weak else ""
+    return f"{agrees}: {claims.describe_claim_values(values)}{more}"
+
+
+def test_the_claims_have_what_the_papers_own_tables_say():
+    """The column in_the_paper of claims.csv is computed from tables.csv: copy what differs."""
+    cells = {version: published.make_cells_from_paper(version) for version in ("v1", "v2")}
+    listed = published.read_published_claims().to_dict("records")
+    assert {claim["id"]: claim["in_the_paper"] for claim in listed} == {
+        claim["id"]: describe_printed_values(claim, cells[claim["version"]]) for claim in listed
+    }
 
 
 def test_only_repeats_that_both_have_are_compared(v2):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from stratbench.analysis.records.groups import GROUP, Repeats
-from stratbench.extensions.audit.audit import audit_cells
-from stratbench.extensions.audit.speed import find_copied_training_times
+from stratbench.analysis.records.groups import Repeats
 from stratbench.extensions.paper import published
-from stratbench.extensions.paper.metrics import METRICS, ClaimMetric, ClaimValue
+from stratbench.extensions.paper.metrics import METRICS, ClaimValue
 from stratbench.statistics.intervals import IntervalEstimate, compute_paired_ratios
 
 CLAIM_COLUMNS = (
@@ -108,47 +105,12 @@ def is_value_of_claimed_model(claim: dict[str, Any], value: ClaimValue) -> bool:
     return pd.isna(claim["model"]) or claim["model"] in value.cells_label
 
 
-@cache
-def read_all_and_credible_paper_groups(version: str) -> tuple[Repeats, Repeats]:
-    """Return the cells of the paper's tables: all cells, and those with credible values.
-
-    A time that is printed for two cells is not credible. The audit finds such times.
-
-    Args:
-        version: Version of the paper, such as `v1`.
-    """
-    cells = published.make_cells_from_paper(version)
-    copied = audit_cells(cells, rules=[find_copied_training_times])
-    return Repeats(cells), Repeats(cells, [dict.fromkeys(GROUP) | finding for finding in copied])
-
-
-def describe_weak_published_values(metric: ClaimMetric, claim: dict[str, Any]) -> str:
-    """Return a text on the published values that are weak evidence for a claim.
-
-    A value is weak if it is computed from a time that is printed for two cells, or from a time limit.
-
-    Args:
-        metric: Yields the values of the claim's metric.
-        claim: Row of claims.csv.
-    """
-    printed, credible = (
-        {v.cells_label: v for v in metric(groups) if is_value_of_claimed_model(claim, v)}
-        for groups in read_all_and_credible_paper_groups(claim["version"])
-    )
-    parts = []
-    if lost := [label for label in printed if label not in credible]:
-        parts.append(f"{', '.join(lost)}: from a time that is printed for two cells")
-    if bounds := [label for label, value in printed.items() if value.range_kind == "bound"]:
-        parts.append(f"{', '.join(bounds)}: from a time above its limit, so a bound")
-    return "; ".join(parts)
-
-
 def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     """Return a row per claim of the paper. It says whether the claim holds in our cells.
 
     Only cells that the paper also has decide. The column `elsewhere` has the values of other models and of
     CPU processes. The column `in_the_paper` says whether the paper's own tables agree with the claim, and
-    which of their values are weak evidence.
+    which of their values are weak evidence: it is in claims.csv, because it depends on no record of ours.
 
     Args:
         cells: Rows of cells.csv.
@@ -157,29 +119,19 @@ def judge_claims(cells: pd.DataFrame, findings: pd.DataFrame) -> pd.DataFrame:
     is_ours = published.mask_cells_in_paper(cells)
     listed = findings.to_dict("records")
     ours, others = Repeats(cells[is_ours], listed), Repeats(cells[~is_ours], listed)
-    # The paper claims something about its printed values, so all of them count, even if the audit finds them
-    # wrong.
-    own = {version: read_all_and_credible_paper_groups(version)[0] for version in ("v1", "v2")}
     notes = published.read_explanations().set_index("about").to_dict("index")
     rows = []
     for claim in published.read_published_claims().to_dict("records"):
         metric = METRICS[claim["metric"]]
-        on_gpus, elsewhere, theirs = (
+        on_gpus, elsewhere = (
             add_intervals_to_ratios(
                 [value for value in metric(groups) if is_value_of_claimed_model(claim, value)]
             )
-            for groups in (ours, others, own[claim["version"]])
+            for groups in (ours, others)
         )
-        limits = (claim["low"], claim["high"])
-        agrees, theirs_agree = (
-            judge_claim_values(on_gpus, *limits),
-            judge_claim_values(theirs, *limits),
-        )
-        note = notes.get(claim["id"])
-        in_the_paper = f"{theirs_agree}: {describe_claim_values(theirs)}" if theirs else ""
-        if rest := describe_weak_published_values(metric, claim) if theirs else "":
-            in_the_paper += f" ({rest})"
-        if theirs_agree == HOLDS and note:
+        agrees = judge_claim_values(on_gpus, claim["low"], claim["high"])
+        note, in_the_paper = notes.get(claim["id"]), claim["in_the_paper"]
+        if in_the_paper.startswith(HOLDS) and note:
             in_the_paper += f". But: {note['explanation']}"
         texts = {
             "holds": agrees,

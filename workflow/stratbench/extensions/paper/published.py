@@ -29,8 +29,11 @@ def read_published_tables() -> pd.DataFrame:
 
 
 def read_published_claims() -> pd.DataFrame:
-    """Return a row per claim in the paper's text, with its metric and limits."""
-    return pd.read_csv(REFERENCE / "claims.csv")
+    """Return a row per claim in the paper's text, with its metric and limits.
+
+    The column `in_the_paper` says whether the paper's own tables agree, and is empty without such values.
+    """
+    return pd.read_csv(REFERENCE / "claims.csv").fillna({"in_the_paper": ""})
 
 
 def read_explanations() -> pd.DataFrame:
