@@ -280,7 +280,7 @@ def describe_decisions(
     lines = [f"Constraints: {'; '.join(texts)}.", *notes, ""]
     common = find_reasons_common_to_decisions(decisions)
     for d in decisions:
-        lines.append(format_decision_title(d))
+        lines.append(f"{d.model} ({d.experiment}): {d.headline}")
         lines.append(f"  {d.reason}")
         sure = " ".join(sentence for sentence in d.sure if sentence not in common)
         lines.append(f"  Confidence: {d.confidence}. {sure}".rstrip())
@@ -295,11 +295,6 @@ def describe_decisions(
     return wrap_lines(
         [*lines, lead, *(format_answer_line(build_answers_json_entry(d)) for d in decisions)]
     )
-
-
-def format_decision_title(decision: Decision) -> str:
-    """Return a title for a decision: its model, its experiment, and its headline."""
-    return f"{decision.model} ({decision.experiment}): {decision.headline}"
 
 
 def list_model_names_and_answers(decisions: Sequence[Decision]) -> list[tuple[str, ShortAnswer]]:

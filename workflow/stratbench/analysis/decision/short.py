@@ -171,6 +171,7 @@ def build_short_answer(
     score_open = first.may_have_intolerable_score(constraints)
     claim = formulate_conclusion(candidates, ranking, constraints, score_open)
     known = "Apart from that:" if first.has_projected_time else "Among the measured cells:"
+    value, spread = format_value_and_spread(first)
     score, score_note = format_score_and_note(candidates, first, constraints)
     memory, memory_note, share_of_card = format_peak_memory_with_note_and_share(first)
     # Memory has already decided between equally fast candidates, so the text on memory is empty for them.
@@ -193,7 +194,8 @@ def build_short_answer(
             confidence.confidence_level,
             claim.conclusion_kind if claim.conclusion_kind in KINDS else "low",
         ),
-        *format_value_and_note_with_token_rate(first, *format_value_and_spread(first)),
+        value,
+        "; ".join(filter(None, (spread, first.token_rate_text))),
         others=tuple(
             {"strategy": c.alternative.strategy, "gpus": c.alternative.gpus}
             | dict(zip(("ratio", "low", "high"), c.ratio, strict=True))
@@ -236,19 +238,6 @@ def format_value_and_spread(candidate: Candidate) -> tuple[str, str]:
     return format_duration(
         candidate.time_s
     ), f"{span} ({note})" if note == "95 %" else f"{span} {note}"
-
-
-def format_value_and_note_with_token_rate(
-    candidate: Candidate, value: str, note_below: str
-) -> tuple[str, str]:
-    """Return a value and its note. For text data, the note includes the tokens per second.
-
-    Args:
-        candidate: The candidate.
-        value: The value as text.
-        note_below: The text below the value.
-    """
-    return value, "; ".join(filter(None, (note_below, candidate.token_rate_text)))
 
 
 def compute_time_interval_s(values_s: np.ndarray) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -142,17 +142,7 @@ def add_model_states_to_points(
     states = states[(states["strategy"] == strategy) & states["value"].notna()]
     by_count = dict(zip(states["gpus"].astype(str), states["value"] * unit_factor, strict=True))
     only = next(iter(by_count.values()), None)
-    return [
-        Point(
-            p.value,
-            p.interval_low,
-            p.interval_high,
-            p.workers_text,
-            p.is_chosen_candidate,
-            by_count.get(p.workers_text, only),
-        )
-        for p in points
-    ]
+    return [replace(p, model_states_value=by_count.get(p.workers_text, only)) for p in points]
 
 
 def shorten_outcome(value_text: str) -> str:

@@ -127,7 +127,9 @@ def apply_theme_variables(svg: str) -> str:
     """Return an SVG with a size in pixels. Its colours follow the page's theme."""
     known = map_light_colours_to_variable_and_dark()
     used = sorted({c for c in re.findall(r"#[0-9a-f]{6}\b", svg) if c in known})
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: find_css_variable(m[0], known), svg)
+    svg = re.sub(
+        r"#[0-9a-f]{6}\b", lambda m: f"var(--{known[m[0]][0]})" if m[0] in known else m[0], svg
+    )
     svg = re.sub(
         r'(width|height)="([\d.]+)pt"', lambda m: f'{m[1]}="{float(m[2]) / PX:g}"', svg, count=2
     )
@@ -139,11 +141,6 @@ def apply_theme_variables(svg: str) -> str:
         "sans-serif!important;font-variant-numeric:tabular-nums}</style>"
     )
     return re.sub(r"(<svg[^>]*>)", lambda m: m[1] + style, svg, count=1)
-
-
-def find_css_variable(colour: str, theme_colours: dict[str, tuple[str, str]]) -> str:
-    """Return the CSS variable of a colour, or the colour itself if it has none."""
-    return f"var(--{theme_colours[colour][0]})" if colour in theme_colours else colour
 
 
 #: File formats of a figure, with metadata to omit so that equal figures have equal bytes.

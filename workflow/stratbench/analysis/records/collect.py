@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from stratbench.analysis.records.columns import (
     COLUMNS,
@@ -35,13 +34,8 @@ from stratbench.study.config.config import Study
 
 #: Statuses of cells without a usable record: `missing` without any, `error` after a failure.
 UNMEASURED = ("missing", "error")
-
-
-class CellRows(NamedTuple):
-    """The rows of a cell: one of cells.csv, and one of epochs.csv per epoch."""
-
-    cell_row: Row
-    epoch_rows: list[Row]
+#: The rows of a cell: one of cells.csv, and one of epochs.csv per epoch.
+CellRows = tuple[Row, list[Row]]
 
 
 @dataclass(frozen=True)
@@ -142,7 +136,7 @@ def build_cell_rows(
             if skip_reason
             else build_row_without_record(log_dir)
         )
-        return CellRows(row | outcome, [])
+        return row | outcome, []
     row["record_path"] = str(path.relative_to(study_dir))
     try:
         rec = read_record(path)
@@ -158,17 +152,17 @@ def build_cell_rows(
     except record.RecordError as e:
         # Without the path, which another column has, cells with the same problem have the same reason.
         reason = str(e).replace(str(path), path.name, 1)
-        return CellRows(row | {"status": "error", "reason": clean_and_shorten_text(reason)}, [])
+        return row | {"status": "error", "reason": clean_and_shorten_text(reason)}, []
     except Exception as e:  # one unreadable record must not stop the collection of the others
         reason = f"{path} is not a record that can be read: {type(e).__name__}: {e}"
-        return CellRows(row | {"status": "error", "reason": clean_and_shorten_text(reason)}, [])
+        return row | {"status": "error", "reason": clean_and_shorten_text(reason)}, []
     row |= measured
     row["target_score"] = target = expected.target_scores_by_experiment.get(cell.experiment)
     row["time_to_target_s"] = find_time_to_target_score_s(
         rec["score"]["per_epoch"], target, rec["task"]["better"]
     )
     epochs = [coordinates | epoch for epoch in rec["score"]["per_epoch"]]
-    return CellRows(row, epochs)
+    return row, epochs
 
 
 def iter_cell_rows(

@@ -204,7 +204,6 @@ def iter_answer_row_values(
         name = short["strategy"]
         yield {
             **answer,
-            "short": short,
             "icon": build_mark_icon(marks[name]) if name in marks else None,
             "scale": build_scale_values(short, marks, equivalence_margin),
             "dots": DOTS[answer["confidence"]],
@@ -216,11 +215,6 @@ def list_drawn_strategies(short_answer: Mapping[str, Any]) -> list[str]:
     """Return the strategies that the row of an answer shows: choice and alternatives."""
     own = [short_answer["strategy"]] if short_answer["strategy"] else []
     return [*own, *(other["strategy"] for other in short_answer["others"])]
-
-
-def list_tick_positions_and_texts() -> list[dict[str, Any]]:
-    """Return position and text of each tick on the scale of alternatives."""
-    return [{"x": compute_ratio_position_px(t), "text": f"{t:g}×"} for t in TICKS]
 
 
 def build_first_screen_values(
@@ -240,7 +234,7 @@ def build_first_screen_values(
         "decided": answers_json,
         "answers": rows,
         "any_open": any(row["short"]["score_open"] for row in rows),
-        "ticks": list_tick_positions_and_texts(),
+        "ticks": [{"x": compute_ratio_position_px(t), "text": f"{t:g}×"} for t in TICKS],
         "value_name": "Cost" if answers_json["by_cost"] else "Training time",
         "others_name": f"{of} of the others, as a multiple",
         "families": [

@@ -194,8 +194,8 @@ def build_summary_text_table(
 
     Args:
         cells: Rows of cells.csv.
-        counts: Numbers of workers, as `build_lines_by_worker_count` returns them.
-        lines: Lines of the table, as `build_lines_by_worker_count` returns them.
+        counts: Numbers of workers, as `build_worker_counts_and_table_lines` returns them.
+        lines: Lines of the table, as `build_worker_counts_and_table_lines` returns them.
     """
     texts = (
         (

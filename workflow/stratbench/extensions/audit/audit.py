@@ -68,9 +68,8 @@ def audit_cells(
     accuracy_floors: dict[str, float] | None = None,
     timelines: Mapping[CellKey, Timeline] | None = None,
     study_dir: Path | None = None,
-    rules: Sequence[Rule] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run the rules, and return their findings as rows of audit.csv, the most severe first.
+    """Run all rules, and return their findings as rows of audit.csv, the most severe first.
 
     A row that lacks a coordinate concerns all its values: a finding without `strategy` is on a comparison.
 
@@ -80,7 +79,6 @@ def audit_cells(
         accuracy_floors: See `AuditData`.
         timelines: See `AuditData`.
         study_dir: See `AuditData`.
-        rules: Rules to run. None: all.
     """
     evidence = AuditData(cells, records, accuracy_floors, timelines, study_dir)
     findings = [
@@ -92,7 +90,7 @@ def audit_cells(
         }
         | {"figures": case.values_text}
         | case.coordinates
-        for rule in (RULES if rules is None else rules)
+        for rule in RULES
         for case in run_rule(rule, evidence)
     ]
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding["severity"]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,10 @@ def simulate_queue_and_answer(
         )
         known.append(_compare_simulated_with_recorded_waits(history, arrivals, queue))
     worths = sorted({*WORTHS, *(request.sample_efficiency or ())}, reverse=True)
-    done = 0
-
-    def report_progress() -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, BLOCKS * MOMENTS)
-
-    times = simulate_modes(queue, work, worths, on_submission_time=report_progress)
+    done = count(1)
+    times = simulate_modes(
+        queue, work, worths, on_submission_time=lambda: on_progress(next(done), BLOCKS * MOMENTS)
+    )
     report = _AnswerText(request, times, equivalence_margin)
     basis = (
         f"Simulated at {BLOCKS * MOMENTS} submission times in "
@@ -143,7 +140,7 @@ def simulate_queue_and_answer(
         "mode": report.choice,
         "modes": report.make_mode_rows(),
         "even": {
-            mode: _format_break_even_efficiency(report.compute_break_even_efficiency(mode))
+            mode: _format_break_even_efficiency(times.compute_break_even_efficiency(mode))
             for mode in MODES[:-1]
         },
     }
@@ -257,10 +254,6 @@ class _AnswerText:
         self.equivalence_margin = equivalence_margin
         self.choice = self._choose_mode()
 
-    def compute_break_even_efficiency(self, other_mode: str) -> IntervalEstimate:
-        """Return the sample efficiency with which asynchronous workers are as fast as another mode."""
-        return self.times.compute_break_even_efficiency(other_mode)
-
     def get_simulated_mode_name(self, mode: str) -> str:
         """Return the name under which a mode was simulated.
 
@@ -327,7 +320,7 @@ class _AnswerText:
     def _is_asynchronous_better(self) -> bool | None:
         """Return whether asynchronous workers are faster than split synchronous ones. None if uncertain."""
         sync, worth = (
-            self.compute_break_even_efficiency(SYNCHRONOUS),
+            self.times.compute_break_even_efficiency(SYNCHRONOUS),
             self.request.sample_efficiency,
         )
         if worth and sync.high is not None and worth[0] >= sync.high:
@@ -337,8 +330,8 @@ class _AnswerText:
     def _describe_break_even(self) -> str:
         """Return a sentence on the sample efficiency that asynchronous workers need."""
         sync, gang = (
-            self.compute_break_even_efficiency(SYNCHRONOUS),
-            self.compute_break_even_efficiency(GANG),
+            self.times.compute_break_even_efficiency(SYNCHRONOUS),
+            self.times.compute_break_even_efficiency(GANG),
         )
         text = (
             "Asynchronous workers break even with split synchronous workers "
