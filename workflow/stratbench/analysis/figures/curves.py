@@ -65,7 +65,6 @@ class Curve:
     is_chosen_strategy: bool = False
     #: Text after the strategy's name, such as a dagger.
     text_after_name: str = ""
-    joins_points: bool = True
 
 
 class LineName(NamedTuple):
@@ -219,14 +218,13 @@ def draw_curve(axes: Axes, curve: Curve, mark: Mark) -> None:
         choose_mark_colour(mark, curve.is_chosen_strategy),
         2 if curve.is_chosen_strategy else 0,
     )
-    if curve.joins_points:
-        width = 2.75 if curve.is_chosen_strategy else 1.25
-        line = {
-            "color": colour,
-            "linewidth": width * PX,
-            "linestyle": parse_dash_pattern(mark.line_dash_pattern),
-        }
-        axes.plot(curve.x_values, curve.y_values, zorder=3 + over, **line)
+    width = 2.75 if curve.is_chosen_strategy else 1.25
+    line = {
+        "color": colour,
+        "linewidth": width * PX,
+        "linestyle": parse_dash_pattern(mark.line_dash_pattern),
+    }
+    axes.plot(curve.x_values, curve.y_values, zorder=3 + over, **line)
     for x, low, high in zip(curve.x_values, curve.interval_low, curve.interval_high, strict=False):
         if low == low:
             axes.plot([x, x], [low, high], color=colour, linewidth=1.5 * PX, zorder=3 + over)

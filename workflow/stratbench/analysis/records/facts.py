@@ -174,7 +174,6 @@ def iter_excess_messages(
     value: float | None,
     formula_name: str,
     formula_value: float | None,
-    relative_tolerance: float = ROUNDING,
     absolute_tolerance: float = 0.0,
 ) -> Iterator[str]:
     """Yield a message if a value in the record exceeds the value of a formula.
@@ -184,11 +183,10 @@ def iter_excess_messages(
         value: The value.
         formula_name: Name of the formula.
         formula_value: The value of the formula.
-        relative_tolerance: Allowed difference as a fraction of the larger value.
-        absolute_tolerance: Allowed absolute excess, in addition to `relative_tolerance`.
+        absolute_tolerance: Allowed absolute excess, in addition to rounding errors.
     """
     if None not in (
         value,
         formula_value,
-    ) and not value <= formula_value + absolute_tolerance + relative_tolerance * abs(formula_value):
+    ) and not value <= formula_value + absolute_tolerance + ROUNDING * abs(formula_value):
         yield f"{value_name} is {value:.6g}, more than {formula_name}, {formula_value:.6g}"

@@ -369,7 +369,6 @@ def build_page_values(
         sections: Sections of extensions.
     """
     cells, decided, folder = inputs.cells, inputs.answers_json, inputs.folder
-    counts = cells["status"].value_counts()
     return {
         "study": str(cells["study"].iloc[0]),
         "notices": notices,
@@ -378,7 +377,6 @@ def build_page_values(
         "strategies": list(iter_strategy_rows(cells)),
         "experiments": list(iter_experiment_values(inputs)),
         "sections": list(sections),
-        "statuses": [(counts[s], s, words) for s, words in STATUS_WORDS.items() if s in counts],
         "total": len(cells),
         "runs": list_experiment_rows(cells),
         "machines": list_machine_and_software_rows(cells),
@@ -386,11 +384,6 @@ def build_page_values(
         "measures": list(MEASURES.values()),
         "columns": CELL_COLUMNS,
     }
-
-
-def render_report(template_values: dict[str, Any]) -> str:
-    """Return the report as HTML, from the values that its template shows."""
-    return pages.render_page("report.html.j2", TEMPLATES, values=template_values)
 
 
 def read_report_input(
@@ -434,7 +427,7 @@ def write_pages(
         (r.page_file_name, r.page_link_title) for r in readings if r.render_page is not None
     ]
     report = inputs.folder / "report.html"
-    write_text_atomically(report, render_report(values))
+    write_text_atomically(report, pages.render_page("report.html.j2", TEMPLATES, values=values))
     yield report
     above = [f"Measured on {values['measured']}", *notices]
     for reading in readings:

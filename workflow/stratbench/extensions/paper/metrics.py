@@ -182,25 +182,19 @@ def make_strategy_pair_selector(numerator_strategy: str, denominator_strategy: s
     )
 
 
-def make_accuracy_difference_metric(strategy: str, reference_strategy: str) -> ClaimMetric:
-    """Return a metric: the accuracy of a strategy minus that of a reference strategy.
+def iter_accuracy_differences(groups: Repeats) -> Iterator[ClaimValue]:
+    """Yield the accuracy of ps-sync minus that of ps-async, for the same model and number of GPUs.
 
-    A difference is in percentage points, and between cells of the same model and number of GPUs. Its range
-    is from the lowest to the highest difference of the repeats.
+    A difference is in percentage points. Its range is from the lowest to the highest difference of the
+    repeats.
     """
-
-    def iter_accuracy_differences(groups: Repeats) -> Iterator[ClaimValue]:
-        for group in groups.ok:
-            for rival in (
-                iter_groups_with_same_work(groups, group, reference_strategy)
-                if group.strategy == strategy
-                else ()
-            ):
-                pair = groups.read_values_of_common_repeats((group, rival), "score_final", "score")
-                if pair.size:
-                    yield compute_median_over_repeats(group, 100 * (pair[0] - pair[1]))
-
-    return iter_accuracy_differences
+    for group in groups.ok:
+        if group.strategy != "ps-sync":
+            continue
+        for rival in iter_groups_with_same_work(groups, group, "ps-async"):
+            pair = groups.read_values_of_common_repeats((group, rival), "score_final", "score")
+            if pair.size:
+                yield compute_median_over_repeats(group, 100 * (pair[0] - pair[1]))
 
 
 def iter_recovered_accuracy_shares(groups: Repeats) -> Iterator[ClaimValue]:
@@ -289,9 +283,7 @@ METRICS: dict[str, ClaimMetric] = {
         make_strategy_pair_selector("ps-async", "ps-sync"),
         scale=lambda ratio, gpus: 100 * (1 - ratio),
     ),
-    "accuracy of ps-sync - of ps-async (points)": make_accuracy_difference_metric(
-        "ps-sync", "ps-async"
-    ),
+    "accuracy of ps-sync - of ps-async (points)": iter_accuracy_differences,
     "share of the lost accuracy that ps-async-modified recovers": iter_recovered_accuracy_shares,
     "speedup at N workers / N": make_ratio_metric(
         lambda group: (group.copy_with_gpu_count(1), group) if group.gpus > 1 else None,

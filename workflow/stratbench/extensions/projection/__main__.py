@@ -145,12 +145,8 @@ def describe_strategy_projection(
     measured = ", ".join(str(p.workers) for p in evidence.measured_steps)
     lines = [f"{title}: {evidence.scaling} scaling, measured on {measured} {unit}"]
     most = max((p.workers for p in projections if not p.refusal_reason), default=0)
-    lines += [
-        f"  {describe_projected_step_time(p, unit)}" for p in projections if p.workers <= most
-    ]
-    lines += [
-        f"  {describe_projected_step_time(p, unit)}" for p in projections if p.workers > most
-    ][:1]
+    shown = sum(p.workers <= most for p in projections) + 1
+    lines += [f"  {describe_projected_step_time(p, unit)}" for p in projections[:shown]]
     return "\n".join(lines)
 
 

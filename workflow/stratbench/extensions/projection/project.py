@@ -134,7 +134,9 @@ def project_step_times(
             reason = _find_fit_refusal_reason(measured_steps, scaling, workers)
         interval, limit_s = None, 0.0
         if not reason:
-            apart = _compute_ln_ratio_of_rules(more, rule, measured_steps, scaling, workers)
+            apart = naive.compute_ln_error(
+                more(measured_steps, scaling, workers), rule(measured_steps, scaling, workers)
+            )
             interval = _compute_projected_interval(rule, measured_steps, scaling, workers, apart)
             limit_s = host_issue_s if by_links and interval.middle_s <= host_issue_s else 0.0
             interval = _widen_interval_for_repeats(interval, repeat_half_width_ln)
@@ -188,19 +190,6 @@ def _widen_interval_to_contain(interval: Interval, step_s: float) -> Interval:
     if step_s <= 0:
         return interval
     return Interval(min(interval.low_s, step_s), interval.middle_s, max(interval.high_s, step_s))
-
-
-def _compute_ln_ratio_of_rules(
-    rule: Rule,
-    other_rule: Rule,
-    measured_steps: Sequence[MeasuredStep],
-    scaling: Scaling,
-    workers: int,
-) -> float:
-    """Return ln of the ratio of two rules' step times on a worker count."""
-    return naive.compute_ln_error(
-        rule(measured_steps, scaling, workers), other_rule(measured_steps, scaling, workers)
-    )
 
 
 def make_replay_rule(

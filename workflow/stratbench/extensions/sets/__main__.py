@@ -57,7 +57,7 @@ def compare_named_sets(args: argparse.Namespace) -> ExitCode:
         json.loads(args.sets),
         args.out,
         settings.get("fail_above"),
-        settings.get("prices"),
+        settings.get("prices", {}),
         constraints,
     )
 

@@ -54,8 +54,6 @@ class ResultSet:
     timelines: dict[CellKey, Timeline] = field(default_factory=dict)
     #: Config of the study with all defaults, or None if unknown.
     config: dict[str, Any] | None = None
-    #: Content of plan.json, or None without a plan.
-    plan: dict[str, Any] | None = None
     #: Manifest of the bundle, or None if the set is no bundle.
     manifest: dict[str, Any] | None = None
     #: Accuracy of the simplest models on each data set, from 0 to 1. Only the paper's tables have it.
@@ -196,12 +194,11 @@ def _read_folder(
         raise make_set_error(
             f"the records are of study {study}, but the manifest names study {manifest['study']}"
         )
-    config, plan = (
-        _read_json_object(folder / file, make_set_error) for file in ("config.json", "plan.json")
-    )
+    config = _read_json_object(folder / "config.json", make_set_error)
+    _read_json_object(folder / "plan.json", make_set_error)  # a set with a damaged plan is refused
     timelines = read_timelines(frame, folder)
     return ResultSet(
-        name or study, source, study, frame, epochs, records, timelines, config, plan, manifest
+        name or study, source, study, frame, epochs, records, timelines, config, manifest
     )
 
 

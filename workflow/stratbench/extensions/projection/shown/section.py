@@ -167,7 +167,6 @@ def _make_table_row(row: Mapping[str, Any], column_prefix: str) -> dict[str, Any
         "strategy": r["strategy"],
         "workers": int(r["workers"]),
         "step": _format_or_dash(r["step_s"], format_short_time),
-        "step_s": r["step_s"],
         "range": _format_interval_columns(r, "step", "_s", format_short_time),
         "naive": _format_or_dash(r["a_plus_b_s"], format_short_time) if r["a_plus_b_s"] > 0 else "",
         "efficiency": _format_or_dash(r["efficiency"], "{:.2f}".format),

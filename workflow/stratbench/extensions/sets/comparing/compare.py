@@ -28,9 +28,9 @@ _MAX_FOLDER_NAME = 100
 def compare_sets_with_first(
     sources_by_name: Mapping[str, str],
     out_root: Path,
-    allowed_slowdown: float | None = None,
-    prices: Mapping[str, float] | None = None,
-    constraints: Constraints | None = None,
+    allowed_slowdown: float | None,
+    prices: Mapping[str, float],
+    constraints: Constraints,
 ) -> ExitCode:
     """Compare result sets with the first set, write a page, and return the exit code.
 
@@ -53,7 +53,6 @@ def compare_sets_with_first(
                 f"{quote_untrusted_value(name)} cannot be the name of a set; use letters, digits, '.', '_' "
                 f"and '-'; {' and '.join(PAGES)} are reserved"
             )
-    prices, constraints = prices or {}, constraints or Constraints()
     sets = [announce_and_read_set(source, name) for name, source in sources_by_name.items()]
     folder = out_root / make_comparison_folder_name(sources_by_name)
     create_comparison_folder(folder, sources_by_name)

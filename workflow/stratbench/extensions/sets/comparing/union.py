@@ -58,9 +58,12 @@ def decide_over_sets(
                     f for f in findings if f["experiment"] == experiment or pd.isna(f["experiment"])
                 ]
                 jobs.setdefault(job, []).append(WorkPart(result_set.name, rows, on_them))
+    # All rows of a decision have the experiment of the first set.
     studied = [
         (
-            assign_first_experiment_name(pd.concat([part.rows for part in parts])),
+            pd.concat([part.rows for part in parts]).assign(
+                experiment=parts[0].rows["experiment"].iloc[0]
+            ),
             list(iter_candidates_of_sets(parts, prices, constraints)),
         )
         for parts in jobs.values()
@@ -113,11 +116,6 @@ def iter_candidates_of_sets(
         candidates += mine
     exclude_by_score_tolerance(candidates, constraints)
     yield from candidates
-
-
-def assign_first_experiment_name(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of cells.csv that all have the experiment of the first row."""
-    return rows.assign(experiment=rows["experiment"].iloc[0])
 
 
 def iter_constraint_sentences(

@@ -120,7 +120,7 @@ def make_comparison_entry(
         "unusable": unusable,
         "checked": replay.is_leader_confirmed_by_full_runs(state),
         "steps": blocks[0].timed_steps_per_segment if blocks else None,
-        "open": is_comparison_open(state),
+        "open": state.is_open and len(comparison.strategies) > 1,
         "claim": claim,
         "claimed": claim in CLAIMS,
         "text": text,
@@ -211,11 +211,6 @@ def describe_block_noise(noise: Noise, margin: float, num_rivals: int) -> str:
         f"blocks; a conclusion within {100 * margin:.3g} % among {num_rivals + 1} equally fast strategies "
         f"{takes}"
     )
-
-
-def is_comparison_open(state: ComparisonState) -> bool:
-    """Return whether a comparison has several strategies and has not ended yet."""
-    return state.is_open and len(state.comparison.strategies) > 1
 
 
 def make_conclusion_kind_and_sentence(
