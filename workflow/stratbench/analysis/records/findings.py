@@ -23,7 +23,7 @@ def read_audit_findings(path: Path | None) -> pd.DataFrame:
     """Return the audit's findings from audit.csv. Empty if `path` is None."""
     if path is None:
         return pd.DataFrame(columns=list(AUDIT_COLUMNS))
-    text_columns = ("rule", "severity", "affects", "figures", "explanation", "version")
+    text_columns = ("rule", "severity", "affects", "figures", "explanation")
     return read_table(path, text_columns=text_columns, gpus="Int64", repeat="Int64")
 
 

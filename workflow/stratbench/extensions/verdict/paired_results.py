@@ -83,8 +83,8 @@ def collect_paired_results(verdict: Mapping[str, Any]) -> dict[Group, PairedResu
                 train_time_s_by_block=pd.Series(times, dtype=float),
                 hosts=frozenset(comparison["hosts"]),
                 is_on_cpu=comparison["device"] == "cpu",
-                uses_servers=bool(comparison.get("served", {}).get(strategy)),
-                traits=make_traits_from_verdict(comparison.get("traits", {}).get(strategy, {})),
+                uses_servers=comparison["served"][strategy],
+                traits=make_traits_from_verdict(comparison["traits"].get(strategy, {})),
                 exclusion_kind_and_reason=None
                 if kind is None
                 else (kind, f"in the comparison: {state['reason']}"),

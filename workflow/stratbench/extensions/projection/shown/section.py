@@ -161,7 +161,7 @@ def _make_table_row(row: Mapping[str, Any], column_prefix: str) -> dict[str, Any
     r, aim = row, column_prefix
     projected = r["kind"] == "projected"
     by = SHORT_RULES.get(r["rule"], r["rule"]) if projected else "measured"
-    by_host = projected and not pd.isna(r.get("host_s"))  # old files do not have this column
+    by_host = projected and not pd.isna(r["host_s"])
     time_s = "target_s" if aim else "train_s"
     return {
         "strategy": r["strategy"],

@@ -193,7 +193,6 @@ def find_reasons_against_timing_in_blocks(study: Study) -> dict[str, str]:
 def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]:
     """Read the evidence of a validated config's study, with notes on unused blocks and cells."""
     study = Study(config, config["study"])
-    keys = config.get("verdict") or {}
     root = Path(config["results"])
     skipped = Jobs(config, study).skip_reasons | find_reasons_against_timing_in_blocks(study)
     comparisons = tuple(iter_comparisons(study, skipped))
@@ -219,9 +218,9 @@ def read_evidence(config: Mapping[str, Any]) -> tuple[PairedEvidence, list[str]]
         ),
         blocks=blocks,
         full_runs={cell: run for cell, (run, _) in runs.items()},
-        margin=keys.get("margin", 0.03),
-        budget_gpu_hours=keys.get("budget_gpu_hours"),
-        score_tolerances=(config.get("decide") or {}).get("score_tolerance") or {},
+        margin=config["verdict"]["margin"],
+        budget_gpu_hours=config["verdict"]["budget_gpu_hours"],
+        score_tolerances=config["decide"]["score_tolerance"],
     ), notes
 
 
