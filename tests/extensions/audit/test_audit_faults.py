@@ -23,19 +23,23 @@ from planted import (
     times,
 )
 from test_analysis_audit import ELSEWHERE, PLANTED
-from test_invariants import SPLIT, served_elastic
+from test_invariants import (
+    ALONE,
+    ASYNC,
+    DDP,
+    FSDP,
+    OOM,
+    SINGLE,
+    SPLIT,
+    SYNC,
+    TIMEOUT,
+    served_elastic,
+)
 
 from stratbench.analysis.records.findings import SEVERITIES
 from stratbench.cell.coordinates import Cell
 from stratbench.extensions.audit.audit import RULES
 
-DDP, FSDP, SINGLE = ("main", "ddp", 2, 0), ("main", "fsdp", 2, 0), ("main", "single", 1, 0)
-ASYNC, SYNC, ALONE = (
-    ("main", "ps-async", 2, 0),
-    ("main", "ps-sync", 2, 0),
-    ("main", "ps-async", 1, 0),
-)
-OOM, TIMEOUT = ("ends", "ddp", 1, 0), ("ends", "ddp", 2, 0)
 #: As telemetry/machine/foreign_processes.py notes one.
 STRANGER = {"gpu": 1, "pid": 4711, "bytes": int(79.5 * 2**30), "first_s": 30.2, "last_s": 95.1}
 
