@@ -70,16 +70,10 @@ class FigureData:
     @property
     def shown_worker_count(self) -> int:
         """Number of workers in figures that show one number only: the choice's, else the largest."""
-        several = (
-            self.chosen_strategy_and_gpus
-            and self.chosen_strategy_and_gpus[1] in self.worker_counts
-            and self.chosen_strategy_and_gpus[1] > 1
-        )
-        return (
-            self.chosen_strategy_and_gpus[1]
-            if several and self.chosen_strategy_and_gpus
-            else self.worker_counts[-1]
-        )
+        chosen = self.chosen_strategy_and_gpus
+        if chosen is not None and chosen[1] > 1 and chosen[1] in self.worker_counts:
+            return chosen[1]
+        return self.worker_counts[-1]
 
     def is_chosen_strategy(self, strategy: str) -> bool:
         """Return whether the decision chose this strategy."""

@@ -191,19 +191,11 @@ def format_row_value(
     The chosen strategy has its unit, and every other strategy is a multiple of `reference_value`. Without a
     reference, the value is that on the number of workers that the figure shows.
     """
-    known = strategy_rows[strategy_rows["value"].notna()]
-    if reference_value is None:
-        on_shown = known[known["gpus"] == data.shown_worker_count]
-        best = on_shown if measure.name != "training_time" else known
-    else:
-        chosen = data.chosen_strategy_and_gpus is not None and data.is_chosen_strategy(
-            str(strategy_rows["strategy"].iloc[0])
-        )
-        best = (
-            known[known["gpus"] == data.chosen_strategy_and_gpus[1]]
-            if chosen and data.chosen_strategy_and_gpus
-            else known
-        )
+    best, chosen = strategy_rows[strategy_rows["value"].notna()], data.chosen_strategy_and_gpus
+    if reference_value is None and measure.name != "training_time":
+        best = best[best["gpus"] == data.shown_worker_count]
+    elif reference_value is not None and chosen and chosen[0] == strategy_rows["strategy"].iloc[0]:
+        best = best[best["gpus"] == chosen[1]]
     if best.empty:
         return ""
     row = best.loc[best["value"].idxmin() if measure.better != "higher" else best["value"].idxmax()]
