@@ -24,7 +24,6 @@ from stratbench.extensions.plan.footprint.footprint import (
     TracedSteps,
     drop_purposes_without_bytes,
     find_highest_line_indices,
-    list_positions_by_reduction_size,
     make_footprint,
     trace_two_steps,
 )
@@ -34,7 +33,6 @@ from stratbench.telemetry.collectives import CollectiveCall
 if TYPE_CHECKING:
     from stratbench.extensions.plan.footprint.equal_blocks import Blocks
     from stratbench.extensions.plan.footprint.request import Request
-    from stratbench.extensions.plan.footprint.trace import OperatorTrace
     from stratbench.workload.network.trial import Trial
 
 log = logging.getLogger(__name__)
@@ -96,11 +94,10 @@ def extrapolate_footprint_to_all_blocks(
         raise TraceMismatchError(
             "blocks are not extrapolated, since the training has several kinds of steps"
         )
-    further, parts = blocks.count - MORE, few.parts
-    both = (few, more)
+    further, both = blocks.count - MORE, (few, more)
     phases = len(more.phases_of_both_steps[0])
     steps = [
-        [_split_step_into_segments(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)]
+        [split_trace_into_segments(f, 1 + i * phases, 1 + (i + 1) * phases) for i in (0, 1)]
         for f in both
     ]
     for f, each in zip(both, steps, strict=True):
@@ -112,7 +109,7 @@ def extrapolate_footprint_to_all_blocks(
     footprints = few.make_footprint(), more.make_footprint()
     pairs = pair_matching_segments(a, b)
     candidates = [(i, j, None) for x, y in pairs for i, j in zip(x.moments, y.moments, strict=True)]
-    sums = [_list_reduction_positions_and_sizes(f, parts) for f in both]
+    sums = [_list_reduction_positions_and_sizes(f) for f in both]
     for x, y in pairs:
         for i, j in zip(range(*x.reduction_range), range(*y.reduction_range), strict=True):
             if sums[0][i][1] != sums[1][j][1]:
@@ -144,21 +141,11 @@ def extrapolate_footprint_to_all_blocks(
     )
 
 
-def _split_step_into_segments(
-    traced_steps: TracedSteps, first_phase: int, stop_phase: int
-) -> list[EventSegment]:
-    return split_trace_into_segments(
-        traced_steps.trace, traced_steps.blocks.count, first_phase, stop_phase
-    )
-
-
 def _list_reduction_positions_and_sizes(
-    traced_steps: TracedSteps, parts: int
+    traced_steps: TracedSteps,
 ) -> list[tuple[int, ReductionSize]]:
     """Return the position and the size of each CUDA reduction of a step."""
-    by_sums = list_positions_by_reduction_size(
-        traced_steps.phases_of_both_steps, traced_steps.first_event_numbers, parts
-    )
+    by_sums = traced_steps.list_positions_by_reduction_size()
     return sorted(((at, sums) for sums, each in by_sums.items() for at in each), key=itemgetter(0))
 
 
@@ -194,12 +181,7 @@ def _extrapolate_peak_moments(
                 )
                 for batch in (0, 1)
             ]
-            used = {k: Affine.fit_two_values((held[0][k], held[1][k]), parts) for k in held[0]}
-            phase = both_traces[1].trace.get_phase_name_of_event(
-                both_traces[1].first_event_numbers[1] + max(at[1] - 1, 0)
-            )
-            used = {k: v for k, v in used.items() if v.fixed or v.per_sample}
-            moments.append(Moment(phase, lines[number], used, kind))
+            moments.append(both_traces[1].make_moment(lines[number], held, at[1], kind))
     return moments
 
 
@@ -210,7 +192,7 @@ def _extrapolate_evaluation_peak(
 
     An evaluation has a single batch size.
     """
-    a, b = (_split_step_into_segments(f, first_phase, first_phase + 1) for f in both_traces)
+    a, b = (split_trace_into_segments(f, first_phase, first_phase + 1) for f in both_traces)
     start = [f.first_event_numbers[2] for f in both_traces]
     lives = [
         f.trace.list_live_bytes_after_events(at, len(f.trace.events))
@@ -266,16 +248,16 @@ class EventSegment:
 
 
 def split_trace_into_segments(
-    trace: OperatorTrace, num_blocks: int, first_phase: int, stop_phase: int
+    traced_steps: TracedSteps, first_phase: int, stop_phase: int
 ) -> list[EventSegment]:
     """Return the segments of a traced step: the events between neighbouring marks.
 
     Args:
-        trace: The trace with its marks.
-        num_blocks: Number of blocks of the traced network.
+        traced_steps: The steps, traced with few blocks.
         first_phase: Number of the step's first phase in the trace.
         stop_phase: Number of the first phase after it; the number of phases for the last step.
     """
+    trace = traced_steps.trace
     starts = [i for i, mark in enumerate(trace.marks) if mark.label == "phase"]
     end = trace.make_mark()
     marks = trace.marks[
@@ -288,7 +270,7 @@ def split_trace_into_segments(
     for mark, following in zip(marks, [*marks[1:], after], strict=True):
         block = mark.block
         if block is not None and block >= FROM_START:
-            block -= num_blocks
+            block -= traced_steps.blocks.count
         occurrence = seen[mark.label, block] = seen.get((mark.label, block), -1) + 1
         allocations = [
             i + 1 - begin.events
@@ -325,9 +307,9 @@ def pair_matching_segments(
         raise TraceMismatchError("the traces with few and with more blocks have different marks")
     pairs = list(zip(few_segments, rest, strict=True))
     for a, b in pairs:
-        if len(a.moments) != len(b.moments) or _count_indices_in_range(
-            a.reduction_range
-        ) != _count_indices_in_range(b.reduction_range):
+        if len(a.moments) != len(b.moments) or len(range(*a.reduction_range)) != len(
+            range(*b.reduction_range)
+        ):
             raise TraceMismatchError(
                 "all blocks must be traced: with few and with more blocks, the traced steps have "
                 f"different numbers of events after the mark {a.key} (label, block, occurrence)"
@@ -427,18 +409,28 @@ def _extrapolate_segment_collectives(
             )
             yield replace(y, n_bytes=n_bytes, bytes_per_sample=sample_bytes)
         return
-    same = next(
-        (i for i, (x, y) in enumerate(zip(few_calls, more_calls, strict=False)) if x != y),
-        len(few_calls),
-    )
-    added = len(more_calls) - len(few_calls)
-    if added < 0 or list(more_calls[same + added :]) != list(few_calls[same:]):
+    yield from repeat_added_entries(few_calls, more_calls, num_further_blocks)
+
+
+def repeat_added_entries(few: Sequence[Any], more: Sequence[Any], num_repeats: int) -> list[Any]:
+    """Return the entries of a longer trace, with those that a shorter one lacks repeated.
+
+    Args:
+        few: Entries of the shorter trace.
+        more: Entries of the longer trace.
+        num_repeats: How often the added entries are repeated.
+
+    Raises:
+        TraceMismatchError: If the longer trace does not have added entries at one place alone.
+    """
+    few, more = list(few), list(more)
+    same = next((i for i, (x, y) in enumerate(zip(few, more, strict=False)) if x != y), len(few))
+    added = len(more) - len(few)
+    if added < 0 or more[same + added :] != few[same:]:
         raise TraceMismatchError(
-            "the traces with few and with more blocks have different collectives"
+            "the traces with few and with more blocks or parts have different collectives"
         )
-    yield from more_calls[:same]
-    yield from list(more_calls[same : same + added]) * (num_further_blocks + 1)
-    yield from more_calls[same + added :]
+    return more[:same] + more[same : same + added] * (num_repeats + 1) + more[same + added :]
 
 
 def extrapolate_numbers(few_values: Any, more_values: Any, num_further_blocks: int) -> Any:
@@ -495,7 +487,3 @@ def sum_weighted_numbers(values: Sequence[Any], weights: Sequence[int]) -> Any:
     return type(last)(
         sum_weighted_numbers(numbers, weights) for numbers in zip(*values, strict=True)
     )
-
-
-def _count_indices_in_range(index_range: tuple[int, int]) -> int:
-    return index_range[1] - index_range[0]

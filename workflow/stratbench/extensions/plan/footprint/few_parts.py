@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench.extensions.plan.footprint.drawn_out import (
     TraceMismatchError,
     make_footprint_from_few_blocks,
+    repeat_added_entries,
     sum_weighted_numbers,
 )
 from stratbench.extensions.plan.footprint.footprint import (
@@ -219,13 +220,7 @@ def extrapolate_collective_entries(
         [tuple(map(_round_off_division_error, call)) for call in each]
         for each in (few_collectives, more_collectives)
     )
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
-    added = len(b) - len(a)
-    if added < 0 or b[same + added :] != a[same:]:
-        raise TraceMismatchError(
-            "the traces with few and with more parts have different collectives"
-        )
-    return b[:same] + b[same : same + added] * (num_further_parts + 1) + b[same + added :]
+    return repeat_added_entries(a, b, num_further_parts)
 
 
 def _round_off_division_error(value: Any) -> Any:

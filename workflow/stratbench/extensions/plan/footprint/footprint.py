@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -392,15 +392,13 @@ class TracedSteps:
         touched = [
             float(sum(phase.touched_bytes for phase in step)) for step in self.phases_of_both_steps
         ]
-        moments = _find_peak_moments(
-            trace, self.phases_of_both_steps, self.live_bytes_of_both_steps, edges, parts
-        )
+        moments = self.find_peak_moments() + self.moments_of_other_steps
         return Footprint(
             model_states_bytes=strategy.compute_model_state_bytes(),
             between_steps_bytes=drop_purposes_without_bytes(
                 trace.get_device_bytes_by_purpose(edges[0])
             ),
-            peak_moments=_select_highest_moments(moments + self.moments_of_other_steps, parts),
+            peak_moments=_select_highest_moments(moments, parts),
             evaluation_peak=_find_evaluation_peak(trace, edges[2]),
             collectives=[c.as_tuple for c in self.collectives_of_step],
             flops_per_sample=flops / (parts * BATCHES[1]),
@@ -422,6 +420,81 @@ class TracedSteps:
             attention_share=attention_flops / flops if flops else 0.0,
             recomputed_flops_per_sample=self.recomputed_flops / (parts * BATCHES[1]),
         )
+
+    def find_peak_moments(self) -> list[Moment]:
+        """Return the moments at which a step's memory peaks for some batch size.
+
+        The batches have at least one sample per part.
+        """
+        lines = [
+            Affine.fit_two_values(pair, self.parts)
+            for pair in zip(*self.live_bytes_of_both_steps, strict=True)
+        ]
+        chosen: list[tuple[int, ReductionSize | None]] = [
+            (i, None) for i in find_highest_line_indices(lines, self.parts)
+        ]
+        for sums, at in self.list_positions_by_reduction_size().items():
+            highest = find_highest_line_indices([lines[i] for i in at], self.parts)
+            chosen += [(at[i], sums) for i in highest]
+        return [
+            self.make_moment(
+                lines[i],
+                [
+                    self.trace.get_device_bytes_by_purpose(edge + i)
+                    for edge in self.first_event_numbers[:2]
+                ],
+                i,
+                sums,
+            )
+            for i, sums in chosen
+        ]
+
+    def make_moment(
+        self,
+        total_bytes: Affine,
+        bytes_by_purpose: Sequence[Mapping[str, int]],
+        num_events: int,
+        reduction_sums: ReductionSize | None,
+    ) -> Moment:
+        """Return the moment after a number of a step's events.
+
+        Args:
+            total_bytes: Memory at the moment.
+            bytes_by_purpose: Its bytes by purpose in both steps.
+            num_events: Number of the step's events before the moment.
+            reduction_sums: Reduction at the moment, if any.
+        """
+        small, large = bytes_by_purpose
+        held = {k: Affine.fit_two_values((small[k], large[k]), self.parts) for k in small}
+        # The last of the first n events has the number n - 1.
+        phase = self.trace.get_phase_name_of_event(
+            self.first_event_numbers[1] + max(num_events - 1, 0)
+        )
+        used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
+        return Moment(phase, total_bytes, used, reduction_sums)
+
+    def list_positions_by_reduction_size(self) -> dict[ReductionSize, list[int]]:
+        """List where in a step CUDA reductions take place, by the size of the reduction.
+
+        A place is a number of events since the step began. Only reductions that may need a buffer are
+        included.
+        """
+        made = [
+            [(at - edge, r) for phase in step for at, r in phase.reductions]
+            for step, edge in zip(
+                self.phases_of_both_steps, self.first_event_numbers[:2], strict=True
+            )
+        ]
+        indices: dict[ReductionSize, list[int]] = {}
+        for (at, one), (_, other) in zip(*made, strict=True):
+            sums = ReductionSize(
+                Affine.fit_two_values((one.outputs, other.outputs), self.parts),
+                Affine.fit_two_values((one.inputs, other.inputs), self.parts),
+                max(one.sums_per_thread, other.sums_per_thread),
+                one.partial_sum_bytes,
+            )
+            indices.setdefault(sums, []).append(at)
+        return indices
 
 
 def trace_two_steps(
@@ -472,7 +545,7 @@ def trace_two_steps(
     # kinds.
     for number in strategy.steps_that_change_the_work[1:]:
         other, _ = fake.trace_training_steps(request, batches, number, stage, trial)
-        lives_of = TracedSteps(
+        others += TracedSteps(
             request,
             parts,
             None,
@@ -481,14 +554,7 @@ def trace_two_steps(
             *_list_step_phases_and_first_events(other),
             [],
             [],
-        )
-        others += _find_peak_moments(
-            other,
-            lives_of.phases_of_both_steps,
-            lives_of.live_bytes_of_both_steps,
-            lives_of.first_event_numbers,
-            parts,
-        )
+        ).find_peak_moments()
     return TracedSteps(request, parts, blocks, trace, strategy, steps, edges, collectives, others)
 
 
@@ -549,62 +615,6 @@ def _count_model_flops_per_sample(
 
     network = models.make_metadata_or_keep_name(model, json.loads(own_model_json))
     return count_flops(partial(build_fake_model, network, classes, shape, blocks), shape)
-
-
-def _find_peak_moments(
-    trace: OperatorTrace,
-    steps: tuple[list[Phase], list[Phase]],
-    live_bytes: list[list[int]],
-    first_events: list[int],
-    parts: int,
-) -> list[Moment]:
-    """Return the moments at which a step's memory peaks for some batch size.
-
-    The batches have at least one sample per part.
-    """
-    lines = [Affine.fit_two_values(pair, parts) for pair in zip(*live_bytes, strict=True)]
-    chosen: list[tuple[int, ReductionSize | None]] = [
-        (i, None) for i in find_highest_line_indices(lines, parts)
-    ]
-    for sums, at in list_positions_by_reduction_size(steps, first_events, parts).items():
-        chosen += [(at[i], sums) for i in find_highest_line_indices([lines[i] for i in at], parts)]
-    moments = []
-    for i, sums in chosen:
-        both = [trace.get_device_bytes_by_purpose(edge + i) for edge in first_events[:2]]
-        held = {k: Affine.fit_two_values((both[0][k], both[1][k]), parts) for k in both[0]}
-        used = {k: v for k, v in held.items() if v.fixed or v.per_sample}
-        # The last of the first i events has the number i - 1.
-        phase = trace.get_phase_name_of_event(first_events[1] + max(i - 1, 0))
-        moments.append(Moment(phase, lines[i], used, sums))
-    return moments
-
-
-def list_positions_by_reduction_size(
-    steps: tuple[list[Phase], list[Phase]], first_events: list[int], parts: int
-) -> dict[ReductionSize, list[int]]:
-    """List where in a step CUDA reductions take place, by the size of the reduction.
-
-    A place is a number of events since the step began. Only reductions that may need a buffer are included.
-
-    Args:
-        steps: Phases of the first and of the second traced step, which have different batches.
-        first_events: Number of the event in the trace at which each step begins.
-        parts: Number of parts of a batch.
-    """
-    made = [
-        [(at - edge, r) for phase in step for at, r in phase.reductions]
-        for step, edge in zip(steps, first_events[:2], strict=True)
-    ]
-    indices: dict[ReductionSize, list[int]] = {}
-    for (at, one), (_, other) in zip(*made, strict=True):
-        sums = ReductionSize(
-            Affine.fit_two_values((one.outputs, other.outputs), parts),
-            Affine.fit_two_values((one.inputs, other.inputs), parts),
-            max(one.sums_per_thread, other.sums_per_thread),
-            one.partial_sum_bytes,
-        )
-        indices.setdefault(sums, []).append(at)
-    return indices
 
 
 def _select_highest_moments(moments: list[Moment], min_batch: int) -> list[Moment]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -134,26 +135,16 @@ class Replica(nn.Module):
 all_reduce = dist.all_reduce
 
 
-class _AllReduceResult:
-    """Substitute for an all-reduce's result: an object with the method `get_future`."""
-
-    def __init__(self, future: torch.futures.Future) -> None:
-        self._future = future
-
-    def get_future(self) -> torch.futures.Future:
-        return self._future
-
-
 def _start_hook_all_reduce(
     pending_reductions: list[tuple[torch.futures.Future, Tensor]] | None,
     tensor: Tensor,
     *args: Any,
     **kwargs: Any,
-) -> _AllReduceResult:
+) -> SimpleNamespace:
     """Start an all-reduce for a communication hook, and return a substitute for its result.
 
-    The hook gets a future from this substitute. The future is completed at once if `pending_reductions` is
-    None.
+    The hook gets a future from this substitute by `get_future`. The future is completed at once if
+    `pending_reductions` is None.
     """
     all_reduce(tensor, group=kwargs.get("group"), async_op=True)
     future = torch.futures.Future()
@@ -161,7 +152,7 @@ def _start_hook_all_reduce(
         future.set_result([tensor])
     else:
         pending_reductions.append((future, tensor))
-    return _AllReduceResult(future)
+    return SimpleNamespace(get_future=lambda: future)
 
 
 class GradBucket(NamedTuple):
