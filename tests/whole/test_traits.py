@@ -118,7 +118,6 @@ def test_the_plan_takes_a_new_strategys_ranks_for_no_two_counts_alike(registered
         settings("silent", options={}), (3, 32, 32), 10, workers_per_node=4, eval_batch=64
     )
     assert not request.is_worker_of_server
-    assert not request.has_resharding_option
     assert not get_strategy_class("silent").alike_on_any_count
 
 

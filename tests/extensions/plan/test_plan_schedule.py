@@ -748,7 +748,7 @@ def test_a_request_has_the_workers_of_its_fullest_node(tmp_path: Path):
 
 def test_a_footprint_is_made_again_when_what_it_depends_on_changes(monkeypatch, tmp_path: Path):
     config, study = configuration.load_config(config_of(tmp_path))
-    request = make_cell_to_plan(config, study, study.cells[0]).request.as_dict()
+    request = asdict(make_cell_to_plan(config, study, study.cells[0]).request)
     before = cache.make_cache_key(request)
     monkeypatch.setattr(cache, "hash_source_files", lambda: "changed")
     assert cache.make_cache_key(request) != before

@@ -160,11 +160,11 @@ class ChosenCell:
         return [*lines, f"measured on {where}: {', '.join(measured)}"] if measured else lines
 
 
-def format_comment_lines(lines: list[str], comment_sign: str = "#") -> str:
-    """Return texts as comment lines of at most 110 characters, each with the comment sign."""
+def format_comment_lines(lines: list[str]) -> str:
+    """Return texts as comment lines of Python or YAML, of at most 110 characters each."""
     return "".join(
         textwrap.fill(
-            line, 110, initial_indent=f"{comment_sign} ", subsequent_indent=f"{comment_sign}   ",
+            line, 110, initial_indent="# ", subsequent_indent="#   ",
             break_long_words=False, break_on_hyphens=False,
         )
         + "\n"

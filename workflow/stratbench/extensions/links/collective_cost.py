@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Level = Literal["within", "between"]
@@ -328,14 +328,7 @@ def _fit_links_of_kind(library: str, kind: str, times: Sequence[CollectiveTime])
             (_fit_links_and_algorithms(algorithms, times, a) for a in algorithms),
             key=lambda fit: fit.rms_log_error_of_medians,
         )
-        fits.append(
-            _Fit(
-                fastest.rms_log_error_of_medians,
-                fastest.rms_log_error_of_all_times,
-                fastest.links_by_level,
-                FASTEST,
-            )
-        )
+        fits.append(replace(fastest, algorithm_name=FASTEST))
     best = min(fit.rms_log_error_of_medians for fit in fits)
     return next(fit for fit in fits if fit.rms_log_error_of_medians < best + ALIKE)
 

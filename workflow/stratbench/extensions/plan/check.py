@@ -183,7 +183,7 @@ def check_study(
     others = {
         s.cell: flip_reshard_after_forward(s.request)
         for s in subjects
-        if s.request.has_resharding_option and s.cell.gpus == max_gpus[s.cell.experiment]
+        if RESHARDING in s.request.options and s.cell.gpus == max_gpus[s.cell.experiment]
     }
     if tries_both_resharding:
         requests += others.values()
@@ -251,7 +251,7 @@ def dry_run_requests(
         request: CachedJob(
             f"{network.model} with {request.strategy}",
             (request, networks[network]),
-            {"dry_run": request.as_dict()},
+            {"dry_run": dataclasses.asdict(request)},
             # Expected duration: a dry run takes longer if the model is sharded.
             networks[network].seconds * (2 if request.traits.shards_states else 1),
         )
@@ -266,13 +266,14 @@ def dry_run_requests(
         jobs,
         folder,
     )
-    by_command = DryRun(unpredicted_reason=BY_COMMAND)
-    return networks, {
-        r: by_command
+    unchecked_reasons = {r: networks[n].unchecked_reason for r, n in network_by_request.items()}
+    without_run = {
+        r: DryRun(unpredicted_reason=BY_COMMAND)
         if r.is_trained_by_command
-        else dry_runs.get(r, _make_result_without_dry_run(networks[network]))
-        for r, network in network_by_request.items()
+        else DryRun(unpredicted_reason=reason, unchecked_reason=reason)
+        for r, reason in unchecked_reasons.items()
     }
+    return networks, without_run | dry_runs
 
 
 def check_neural_networks(requests: Iterable[Request], folder: Path) -> dict[Network, CheckResult]:
@@ -294,16 +295,12 @@ def check_neural_networks(requests: Iterable[Request], folder: Path) -> dict[Net
         "models to check: {}",
         CheckResult,
         check_neural_network,
-        {n: CachedJob(n.model, (r,), {"network": r.as_dict()}) for n, r in firsts.items()},
+        {
+            n: CachedJob(n.model, (r,), {"network": dataclasses.asdict(r)})
+            for n, r in firsts.items()
+        },
         folder,
         preloaded_modules=sorted(filter(None, builders)),
-    )
-
-
-def _make_result_without_dry_run(network_check: CheckResult) -> DryRun:
-    return DryRun(
-        unpredicted_reason=network_check.unchecked_reason,
-        unchecked_reason=network_check.unchecked_reason,
     )
 
 

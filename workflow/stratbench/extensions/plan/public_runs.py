@@ -7,11 +7,11 @@ that file, and tests each run against the range of other models' runs.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
+from stratbench.cell.files import read_csv_rows
 from stratbench.cell.installation import REFERENCE
 from stratbench.cell.settings import Settings
 from stratbench.extensions.plan.duration import PlannedStep, Span
@@ -94,5 +94,4 @@ def compute_time_ratios(runs: Iterable[Mapping[str, str]]) -> TimeRatioRange:
 @cache
 def read_public_runs() -> list[dict[str, str]]:
     """Return the rows of the table of public runs."""
-    with PUBLIC_RUNS.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv_rows(PUBLIC_RUNS)

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import sys
 from collections import Counter
@@ -20,6 +18,7 @@ import yaml
 from stratbench.cell.files import write_text_atomically
 from stratbench.cell.installation import ROOT
 from stratbench.cell.text.words import format_bytes, format_count, format_seconds, wrap_lines
+from stratbench.extensions.plan.pages.table import write_csv_rows
 from stratbench.extensions.tune.answer import describe_answer, read_tune_answer
 from stratbench.extensions.tune.differences import describe_margins, fit_public_margins
 from stratbench.extensions.tune.page import render_answer_page
@@ -42,17 +41,6 @@ from stratbench.strategies import REGISTRY
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError, format_wrong_value_message
 from stratbench.study.job_environment import set_job_environment
-
-COLUMNS = (
-    "variant",
-    "strategy",
-    "options",
-    "settings",
-    "fate",
-    "reason",
-    "planned_s",
-    "planned_bytes",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,28 +156,20 @@ def describe_filter_results(filter_results: Sequence[FilterResult]) -> list[str]
 
 def write_combinations_csv(filter_results: Sequence[FilterResult], path: Path) -> None:
     """Write tune.csv: the outcome and the planned values of each combination."""
-    text = io.StringIO()
-    table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    table.writeheader()
-    for s in filter_results:
-        c = s.combination
-        row = (
-            c.name,
-            c.strategy,
-            _to_sorted_json(c.options),
-            _to_sorted_json(c.settings),
-            s.outcome,
-            s.reason,
-            s.planned_time_s,
-            s.planned_memory_bytes,
-        )
-        table.writerow(dict(zip(COLUMNS, row, strict=True)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(path, text.getvalue())
-
-
-def _to_sorted_json(values: Mapping[str, Any]) -> str:
-    return json.dumps(dict(values), sort_keys=True)
+    rows = [
+        {
+            "variant": s.combination.name,
+            "strategy": s.combination.strategy,
+            "options": json.dumps(s.combination.options, sort_keys=True),
+            "settings": json.dumps(s.combination.settings, sort_keys=True),
+            "fate": s.outcome,
+            "reason": s.reason,
+            "planned_s": s.planned_time_s,
+            "planned_bytes": s.planned_memory_bytes,
+        }
+        for s in filter_results
+    ]
+    write_csv_rows(rows, path)
 
 
 def write_tuning_config(

@@ -79,14 +79,11 @@ class TuneAnswer:
     measured_combinations: tuple[MeasuredCombination, ...]
     device_memory_bytes: float | None
 
-    def get_measured_combination(self, name: str | None) -> MeasuredCombination | None:
-        """Return the measured combination with this name. None without a name or a combination."""
-        return next((m for m in self.measured_combinations if m.name == name), None)
-
     @property
     def winning_combination(self) -> MeasuredCombination | None:
         """Fastest combination according to the verdict, or None before its first interim analysis."""
-        return self.get_measured_combination(self.comparison_entry["leader"])
+        leader = self.comparison_entry["leader"]
+        return next((m for m in self.measured_combinations if m.name == leader), None)
 
     @property
     def pareto_front(self) -> list[MeasuredCombination]:

@@ -7,13 +7,13 @@ benchmarks/prediction/public_sweeps.py makes this file.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import permutations
 from typing import NamedTuple
 
+from stratbench.cell.files import read_csv_rows
 from stratbench.cell.installation import REFERENCE
 from stratbench.cell.text.words import format_count
 
@@ -162,8 +162,7 @@ def find_configurations_to_drop(
 @cache
 def read_public_sweeps() -> list[dict[str, str]]:
     """Return the rows of the table of public sweeps."""
-    with PUBLIC_SWEEPS.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv_rows(PUBLIC_SWEEPS)
 
 
 @cache

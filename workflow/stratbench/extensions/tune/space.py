@@ -8,7 +8,8 @@ from itertools import product
 from typing import Any
 
 from stratbench.cell.settings import OF_A_VARIANT
-from stratbench.strategies import REGISTRY, get_option_defaults, get_strategy_class, get_traits
+from stratbench.extensions.plan.one_model.rows import has_same_updates_as_ddp
+from stratbench.strategies import REGISTRY, get_strategy_class
 from stratbench.strategies.needs import iter_missing_requirements
 
 #: Values to try of each setting. The values of `gradient_accumulation_steps` depend on the batch, and those
@@ -92,25 +93,13 @@ def list_strategies_to_try(gpus: int, tune: Mapping[str, Any]) -> list[str]:
         gpus: Number of workers.
         tune: The block `tune` of config.yaml, with its defaults.
     """
-    wanted = tune["include"] or [name for name in REGISTRY if _has_ddp_updates(name, gpus)]
+    wanted = tune["include"] or [name for name in REGISTRY if has_same_updates_as_ddp(name, gpus)]
     return [
         name
         for name in wanted
         if name not in tune["exclude"]
         and not list(iter_missing_requirements([(name, get_strategy_class(name), {})]))
     ]
-
-
-def _has_ddp_updates(strategy_name: str, gpus: int) -> bool:
-    strategy = get_strategy_class(strategy_name)
-    if strategy.kind == "own" or (strategy.max_workers or gpus) < gpus:
-        return False
-    try:
-        defaults = get_option_defaults(strategy_name)
-        return get_traits(strategy_name, defaults, gpus).equals_ddp
-    # The strategy does not support this number of workers.
-    except ValueError:
-        return False
 
 
 def _iter_options_to_try(strategy_name: str, gpus: int) -> Iterator[dict[str, Any]]:

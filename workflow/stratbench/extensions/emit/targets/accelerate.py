@@ -65,12 +65,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         add_training_length_and_data_comments(choice)
         add_missing_cpu_support_comment(choice, "Accelerate", "DeepSpeed")
     else:
-        add_script_comments(
-            choice,
-            clipping_text="in the script, accelerator.clip_grad_norm_(model.parameters(), {norm})",
-            accumulation_text=describe_gradient_accumulation(choice),
-            is_compiled_by_file=True,
-        )
+        add_script_comments(choice, describe_gradient_accumulation(choice))
         if s.precision in ("bf16", "fp16"):
             config["mixed_precision"] = choice.get_setting_to_write("precision")
         add_precision_comment(choice)

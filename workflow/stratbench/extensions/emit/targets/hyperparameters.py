@@ -77,16 +77,10 @@ def format_lr_schedule_lines(choice: ChosenCell) -> list[str]:
     ]
 
 
-def add_script_comments(
-    choice: ChosenCell, clipping_text: str, accumulation_text: str, is_compiled_by_file: bool
-) -> None:
-    """Add comments on what the user's training script has to do itself.
+def add_script_comments(choice: ChosenCell, accumulation_text: str) -> None:
+    """Add comments on what the user's training script has to do itself with Accelerate.
 
-    Args:
-        choice: The cell.
-        clipping_text: Text on how the script clips gradients to the norm `{norm}`.
-        accumulation_text: Text on how the script accumulates `{parts}` micro-batches.
-        is_compiled_by_file: Whether the emitted file itself makes the engine compile the model.
+    `accumulation_text` is how the script accumulates `{parts}` micro-batches.
     """
     s = choice.settings
     choice.add_file_comment(
@@ -101,15 +95,16 @@ def add_script_comments(
             "gradient_accumulation_steps",
         )
     if s.max_grad_norm is not None:
-        choice.add_file_comment(clipping_text.format(norm=s.max_grad_norm), "max_grad_norm")
+        choice.add_file_comment(
+            f"in the script, accelerator.clip_grad_norm_(model.parameters(), {s.max_grad_norm})",
+            "max_grad_norm",
+        )
     if lines := format_lr_schedule_lines(choice):
         text = "; ".join(line.strip() for line in lines)
         choice.add_file_comment(
             f"in the script, LambdaLR(optimizer, share_of_lr), a step per update, with {text}",
             *("schedule", "lr_warmup_steps", "final_lr"),
         )
-    if s.compile and not is_compiled_by_file:
-        choice.add_file_comment("in the script, model = torch.compile(model)", "compile")
     add_training_length_and_data_comments(choice)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from stratbench.telemetry.collective_count import iter_nested_tensors
 from stratbench.workload.torch_internals import TorchDispatchMode, get_submodules, tree_leaves
@@ -63,7 +64,7 @@ def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool
         x: Inputs.
     """
     log = _BlockOperations()
-    handles = list(_register_block_hooks(model, blocks.path, log.switch_logged_block))
+    handles = register_block_hooks(model, blocks.path, log.switch_logged_block)
     try:
         with torch.no_grad(), log:
             model(x)
@@ -75,9 +76,9 @@ def are_blocks_called_alike(model: nn.Module, blocks: Blocks, x: Tensor) -> bool
     return in_turn and all(operations == each[0] for operations in each)
 
 
-def register_marks_around_blocks(
+def register_block_hooks(
     model: nn.Module, path: str, mark: Callable[[str, int], None]
-) -> None:
+) -> list[RemovableHandle]:
     """Register hooks that call `mark` at the start and end of each block's passes.
 
     Args:
@@ -86,15 +87,11 @@ def register_marks_around_blocks(
         mark: Called with a label and the block's number: `before` and `after` its forward, and when its
             `backward` begins.
     """
-    list(_register_block_hooks(model, path, mark))
-
-
-def _register_block_hooks(
-    model: nn.Module, path: str, mark: Callable[[str, int], None]
-) -> Iterator[Any]:
+    handles = []
     for i, block in enumerate(model.get_submodule(path)):
-        yield block.register_forward_pre_hook(partial(_mark_forward_start, mark, i))
-        yield block.register_forward_hook(partial(_mark_forward_end, mark, i))
+        handles.append(block.register_forward_pre_hook(partial(_mark_forward_start, mark, i)))
+        handles.append(block.register_forward_hook(partial(_mark_forward_end, mark, i)))
+    return handles
 
 
 def _mark_forward_start(mark: Callable[[str, int], None], block: int, *_: Any) -> None:

@@ -23,7 +23,7 @@ from stratbench.extensions.plan.footprint.cuda_autocast import emulate_cuda_auto
 from stratbench.extensions.plan.footprint.equal_blocks import (
     Blocks,
     keep_first_blocks,
-    register_marks_around_blocks,
+    register_block_hooks,
 )
 from stratbench.extensions.plan.footprint.replica import Replica
 from stratbench.extensions.plan.footprint.request import MicrobatchCounts, Request
@@ -102,7 +102,7 @@ def trace_training_steps(
                 evaluate_on_fake_tensors(strategy, request)
         worker.mark_phase_end = _make_phase_marker(trace, model)
         if blocks is not None:
-            register_marks_around_blocks(model, blocks.path, trace.add_mark)
+            register_block_hooks(model, blocks.path, trace.add_mark)
         _tag_model_states(trace, strategy, model)
         with trace:
             if request.autocasts_like_cuda:

@@ -411,9 +411,7 @@ class TracedSteps:
             if request.is_worker_of_server
             else {},
             host_bytes=trace.get_host_bytes_by_purpose(edges[0]),
-            bytes_created_by_first_step=sum(
-                t.numel() * t.element_size() for t in strategy.list_late_tensors()
-            ),
+            bytes_created_by_first_step=sum(t.nbytes for t in strategy.list_late_tensors()),
             frozen_parameter_bytes=_compute_frozen_parameter_bytes(strategy),
             max_fsdp_stream_bytes=trace.find_max_fsdp_stream_bytes(*edges[1:]),
             is_on_cuda=request.is_on_cuda,
@@ -581,7 +579,7 @@ def _compute_frozen_parameter_bytes(strategy: Strategy) -> int:
     from stratbench.telemetry.shards import get_local_shard
 
     frozen = [get_local_shard(p) for p in strategy.model.parameters() if not p.requires_grad]
-    return sum(p.numel() * p.element_size() for p in frozen)
+    return sum(p.nbytes for p in frozen)
 
 
 def _count_flops_per_sample(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stratbench.cell.settings import EACH, Settings
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 
 #: Name of the option that says when gathered parameters are freed.
 RESHARDING = "reshard_after_forward"
-
-
-@cache
-def get_name_of_planned_server_strategy() -> str:
-    """Return the name of the strategy with which the plan predicts all parameter servers."""
-    return next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,9 @@ class Request:
         planned = get_strategy_class(strategy)
         most, of_node = s.gpus, workers_per_node
         if planned.kind == "server":
-            strategy, most = get_name_of_planned_server_strategy(), 1
+            # The first strategy with servers stands for all.
+            strategy = next(name for name in REGISTRY if get_strategy_class(name).kind == "server")
+            most = 1
             options = get_option_defaults(strategy)
         elif planned.kind == "own":  # of a user's command, only the model is traced
             options, most = get_option_defaults(strategy), 1
@@ -100,25 +95,21 @@ class Request:
         """Return a batch of inputs and targets, in the shapes that the model takes."""
         import torch
 
-        shape, device = self.input_shape, torch.device("cpu")
-        labelled = self.settings.task == "text-classification"
+        s = self.settings
         return make_example_batch(
             samples,
-            shape,
+            self.input_shape,
             self.classes,
-            device,
+            torch.device("cpu"),
             self.dtype,
-            self.batch_format,
+            get_batch_memory_format(s.precision, s.device),
             self.values,
-            labelled,
+            s.task == "text-classification",
         )
 
     def make_task_and_loss_kind(self) -> tuple[Task, LossKind]:
         """Return the task and its kind of loss, after a trial as in a training."""
         return run_task_trial(self.settings, self.input_shape, self.classes, self.values)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def with_options(self, **changes: Any) -> Request:
         """Return the request with other options of its strategy."""
@@ -175,21 +166,9 @@ class Request:
         )
 
     @property
-    def has_resharding_option(self) -> bool:
-        """Whether the strategy has an option that says when gathered parameters are freed."""
-        return RESHARDING in self.options
-
-    @property
     def dtype(self) -> torch.dtype:
         """Data type of the weights and the input."""
         return get_weights_dtype(self.settings.precision)
-
-    @property
-    def batch_format(self) -> torch.memory_format:
-        """PyTorch memory format of the input, such as channels_last."""
-        return get_batch_memory_format(
-            self.settings.precision, "cuda" if self.is_on_cuda else "cpu"
-        )
 
     @property
     def autocasts_like_cuda(self) -> bool:

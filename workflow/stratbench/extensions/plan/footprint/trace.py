@@ -154,9 +154,7 @@ class OperatorTrace(TorchDispatchMode):
         reached = phase.flops, phase.touched_bytes
         if not op.is_view:
             phase.operations += 1
-            phase.touched_bytes += sum(
-                map(_count_bytes, iter_nested_tensors((args, kwargs)))
-            ) + sum(map(_count_bytes, iter_nested_tensors(out)))
+            phase.touched_bytes += sum(t.nbytes for t in iter_nested_tensors((args, kwargs, out)))
             if op.overloadpacket in FLOP_FORMULAS:
                 flops = FLOP_FORMULAS[op.overloadpacket](*args, **kwargs, out_val=out)
                 phase.flops += flops
@@ -284,16 +282,12 @@ class OperatorTrace(TorchDispatchMode):
         return "activations" if in_forward else "temporaries"
 
 
-def _count_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _list_convolution_forward_copy_bytes(args: Any, out: torch.Tensor) -> list[list[int]]:
     """Return the bytes of oneDNN's copies in the forward of a convolution.
 
     The copies are of input, weight and result, in oneDNN's blocked layout.
     """
-    return [[_count_bytes(args[0]), _count_bytes(args[1]), _count_bytes(out)]]
+    return [[args[0].nbytes, args[1].nbytes, out.nbytes]]
 
 
 def _list_convolution_backward_copy_bytes(args: Any, out: Any) -> list[list[int]]:
@@ -301,7 +295,7 @@ def _list_convolution_backward_copy_bytes(args: Any, out: Any) -> list[list[int]
 
     The copies are for the input's gradient and for the weight's.
     """
-    grad, x, weight = (_count_bytes(t) for t in args[:3])
+    grad, x, weight = (t.nbytes for t in args[:3])
     return [[grad, weight, x], [x, grad, weight]] if out[0] is not None else [[x, grad, weight]]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from statistics import fmean
 from typing import Any
 
@@ -70,10 +70,8 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
         "footprints": [json.loads(text) for text in footprints],
         "networks": networks,
         "rates": {
-            "utilisation": _make_gpu_and_cpu_rates(
-                duration.GPU_UTILISATION, duration.CPU_UTILISATION
-            ),
-            "launch_s": _make_gpu_and_cpu_rates(duration.GPU_LAUNCH_S, duration.CPU_LAUNCH_S),
+            "utilisation": {"gpu": duration.GPU_UTILISATION, "cpu": duration.CPU_UTILISATION},
+            "launch_s": {"gpu": duration.GPU_LAUNCH_S, "cpu": duration.CPU_LAUNCH_S},
             "memory": duration.MEMORY_UTILISATION,
             "link": duration.LINK_UTILISATION,
             "server": duration.SERVER_BYTES_PER_S,
@@ -89,12 +87,6 @@ def collect_page_data(plan: Plan) -> dict[str, Any]:
             "counter": reductions.COUNTER_BYTES,
         },
     }
-
-
-def _make_gpu_and_cpu_rates(
-    gpu_rates: tuple[float, ...], cpu_rates: tuple[float, ...]
-) -> dict[str, Any]:
-    return {"gpu": gpu_rates, "cpu": cpu_rates}
 
 
 # --- devices of the page -----------------------------------------------------------------------
@@ -265,7 +257,7 @@ def _collect_strategy_values(
             _get_or_add_footprint_index(f, footprint_indices)
             for f in c.footprint.footprints_of_stages
         ],
-        "slowest": _find_slowest_stage_index(c.footprint),
+        "slowest": c.footprint.footprints_of_stages.index(c.footprint.slowest_rank_footprint),
         "regular": _is_linear_in_workers(s),
         "replicas": s.mesh.replicas,
         "pushes": s.steps_per_batch,
@@ -306,15 +298,6 @@ def _is_linear_in_workers(s: CellToPlan) -> bool:
     n, traits = s.cell.gpus, s.request.traits
     divided = {traits.weight_parts, traits.optimizer_parts} <= {1, n}
     return n > 1 and divided and s.mesh.replicas == n and not s.served
-
-
-def _find_slowest_stage_index(footprint: Footprint) -> int:
-    """Return the index of the pipeline stage that computes most."""
-    return next(
-        i
-        for i, f in enumerate(footprint.footprints_of_stages)
-        if f is footprint.slowest_rank_footprint
-    )
 
 
 def _compute_fixed_and_per_sample_data_bytes(s: CellToPlan) -> FixedAndPerSample:
@@ -391,12 +374,8 @@ def _select_footprint_values(footprint: Footprint) -> dict[str, Any]:
         "flops": footprint.executed_flops_per_sample,
         "attention": footprint.attention_share,
         "operations": footprint.operations_per_step,
-        "touched": _get_fixed_and_per_sample(footprint.touched_bytes),
+        "touched": astuple(footprint.touched_bytes),
     }
-
-
-def _get_fixed_and_per_sample(line: Affine) -> FixedAndPerSample:
-    return line.fixed, line.per_sample
 
 
 def _list_fixed_and_per_sample_bytes(lines_by_purpose: Mapping[str, Affine]) -> list[float]:
@@ -415,8 +394,8 @@ def _sum_bytes_by_group(bytes_by_purpose: Mapping[str, int]) -> list[int]:
 
 def _list_reduction_values(sums: ReductionSize) -> list[float]:
     return [
-        *_get_fixed_and_per_sample(sums.outputs),
-        *_get_fixed_and_per_sample(sums.inputs),
+        *astuple(sums.outputs),
+        *astuple(sums.inputs),
         sums.together,
         sums.partial_sum_bytes,
     ]
