@@ -315,8 +315,7 @@ def check_neural_network(request: Request) -> CheckResult:
     torch.set_num_threads(1)
     try:
         # Warnings of the model's code during the check are not shown.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             result = _check_task_and_model(request)
     except ModelError as error:
         result = CheckResult(fault=str(error))
@@ -452,8 +451,7 @@ def dry_run_strategy(request: Request, network_check: CheckResult) -> DryRun:
 
     torch.set_num_threads(1)
     trial = Trial.from_dict(network_check.trial_values)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         made = network_check.unpredicted_reason or make_footprint_or_error(
             request, trial, network_check.equal_blocks
         )
@@ -512,9 +510,9 @@ def _find_strategy_refusal_reason(
         try:
             stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
             stack.enter_context(fake.open_fake_worker_environment(request, only_by_rules))
-            model, strategy, worker = fake.build_model_strategy_and_worker(request, only_by_rules)
-            worker.trial = trial
-            acceptance.check_model(strategy, request.model_source, model, worker)
+            model, strategy, worker = fake.build_model_strategy_and_worker(
+                request, only_by_rules, trial=trial
+            )
             if only_by_rules:
                 return None
             strategy.setup(model, worker)

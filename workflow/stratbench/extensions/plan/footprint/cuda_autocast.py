@@ -6,7 +6,7 @@ The lists are those of PyTorch 2.13 (`AT_FORALL_FP32` and the following, ATen/au
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -61,14 +61,13 @@ def emulate_cuda_autocast() -> Iterator[None]:
         for name, other in BY_OTHER.items()
     }
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of each kernel that replaces another
+        # PyTorch warns of each kernel that replaces another.
+        with warnings.catch_warnings(action="ignore"):
             for name in BY_PARTS:
                 library.impl(name, fallthrough_kernel)
             for name, kernel in kernels.items():
-                library.impl(
-                    name, _make_kernel_without_casts(partial(kernel, _get_aten_operator(name)))
-                )
+                kernel = partial(kernel, _get_aten_operator(name))
+                library.impl(name, disable_cpu_autocast()(kernel))
         yield
     finally:
         unregister_kernels(library)
@@ -77,16 +76,6 @@ def emulate_cuda_autocast() -> Iterator[None]:
 def _get_aten_operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
-def _make_kernel_without_casts(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel with autocast disabled while it runs."""
-
-    def run_kernel_without_casts(*args: Any, **kwargs: Any) -> Any:
-        with disable_cpu_autocast():
-            return kernel(*args, **kwargs)
-
-    return run_kernel_without_casts
 
 
 def _run_in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -83,10 +83,9 @@ def trace_training_steps(
         # This context comes first, since it imports modules, which must not create fake tensors.
         stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
         stack.enter_context(open_fake_worker_environment(request, stage=stage))
-        model, strategy, worker = build_model_strategy_and_worker(request, blocks=blocks)
-        if trial is not None:
-            worker.trial = trial
-            acceptance.check_model(strategy, request.model_source, model, worker)
+        model, strategy, worker = build_model_strategy_and_worker(
+            request, blocks=blocks, trial=trial
+        )
         if microbatch_counts is not None:
             limit_traced_microbatches(strategy, microbatch_counts)
         trace = OperatorTrace(
@@ -145,7 +144,10 @@ def open_fake_worker_environment(
 
 
 def build_model_strategy_and_worker(
-    request: Request, on_fake_tensors: bool = True, blocks: Blocks | None = None
+    request: Request,
+    on_fake_tensors: bool = True,
+    blocks: Blocks | None = None,
+    trial: Trial | None = None,
 ) -> tuple[nn.Module, base.Strategy, base.Worker]:
     """Return the model, the strategy and the worker of a request, before `setup`.
 
@@ -155,6 +157,7 @@ def build_model_strategy_and_worker(
         request: The request.
         on_fake_tensors: Whether tensors are fake.
         blocks: Equal blocks to keep in place of all.
+        trial: Trial of the model, by which the strategy may reject it; None skips that.
     """
     model = models.build_model_for_training(
         request.model_source,
@@ -187,6 +190,9 @@ def build_model_strategy_and_worker(
     )
     if mesh.stages > 1:
         cache_costs_of_pipeline_units(strategy)
+    if trial is not None:
+        worker.trial = trial
+        acceptance.check_model(strategy, request.model_source, model, worker)
     return model, strategy, worker
 
 
@@ -222,10 +228,7 @@ def cut_model_into_stages(
         stack.enter_context(get_strategy_class(request.strategy).support_fake_tensors())
         stack.enter_context(open_fake_worker_environment(request))
         strategy: Any
-        model, strategy, worker = build_model_strategy_and_worker(request)
-        if trial is not None:
-            worker.trial = trial
-            acceptance.check_model(strategy, request.model_source, model, worker)
+        model, strategy, worker = build_model_strategy_and_worker(request, trial=trial)
         strategy.worker = worker
         return strategy, [units for _, units in strategy.cut_model_into_stages(model, worker)]
 
@@ -342,9 +345,8 @@ def build_fake_model(
         shape: Shape of the input.
         blocks: Equal blocks to keep in place of all.
     """
-    with warnings.catch_warnings():
-        # PyTorch warns that weights without memory are not initialised.
-        warnings.simplefilter("ignore")
+    # PyTorch warns that weights without memory are not initialised.
+    with warnings.catch_warnings(action="ignore"):
         made = models.build_fake_model(model, classes, shape)
     if blocks is not None:
         keep_first_blocks(made, *blocks)

@@ -145,43 +145,31 @@ def patch_torch_for_fake_tensors(
     from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    make_mesh, sgd = device_mesh.init_device_mesh, torch.optim.SGD
-
-    def make_real_mesh(*args: Any, **kwargs: Any) -> device_mesh.DeviceMesh:
-        with unset_fake_temporarily():  # the mesh reads ranks from a tensor
-            return make_mesh(*args, **kwargs)
+    sgd = torch.optim.SGD
 
     def make_fused_sgd(*args: Any, **kwargs: Any) -> torch.optim.SGD:
         return sgd(*args, **(kwargs | {"fused": True}))
 
-    joined = device_mesh.DeviceMesh._concatenate
-
-    def join_real_meshes(*args: Any) -> device_mesh.DeviceMesh:
-        with unset_fake_temporarily():
-            return joined(*args)
-
     with ExitStack() as stack:
+        # A mesh reads ranks from a tensor, which must be real.
+        make_real_mesh = unset_fake_temporarily()(device_mesh.init_device_mesh)
         stack.enter_context(replace_attribute(device_mesh, "init_device_mesh", make_real_mesh))
+        join_real_meshes = unset_fake_temporarily()(device_mesh.DeviceMesh._concatenate)
+        of_meshes = staticmethod(join_real_meshes)
+        stack.enter_context(replace_attribute(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # FSDP's marks for the profiler are operators, but launch no kernel on a GPU. They are skipped.
         stack.enter_context(replace_attribute(record_function, "__enter__", lambda mark: mark))
         stack.enter_context(replace_attribute(record_function, "__exit__", lambda *_: None))
-        of_meshes = staticmethod(join_real_meshes)
-        stack.enter_context(replace_attribute(device_mesh.DeviceMesh, "_concatenate", of_meshes))
         # Without this replacement FSDP would cut every rank's shard of every parameter, which takes minutes
         # for a thousand ranks.
         stack.enter_context(
             replace_attribute(_fsdp_param, "_chunk_with_empty", _cut_shard_of_first_rank)
         )
+        # DTensor computes the shapes of whole tensors by these rules. They are not traced, since no worker
+        # allocates them.
         rules = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        def compute_shapes_untraced(*args: Any) -> Any:
-            # DTensor computes the shapes of whole tensors here. They are not traced, since no worker
-            # allocates them.
-            with _disable_current_modes():
-                return rules(*args)
-
         stack.enter_context(
-            replace_attribute(ShardingPropagator, rules.__name__, compute_shapes_untraced)
+            replace_attribute(ShardingPropagator, rules.__name__, _disable_current_modes()(rules))
         )
         if not on_cuda:
             for name in SCATTERS:

@@ -168,8 +168,10 @@ def estimate(
     if reason is not None:
         raise ValueError(f"stratbench.estimate: strategy = {name!r}: {reason}")
     # If a GPU is visible, some of PyTorch's code treats fake tensors as real ones.
-    with replace_attribute(torch.cuda, "is_available", lambda: False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with (
+        replace_attribute(torch.cuda, "is_available", lambda: False),
+        warnings.catch_warnings(action="ignore"),
+    ):
         footprint = make_footprint_or_error(request, blocks=_trace_equal_blocks(request))
     if isinstance(footprint, str):
         raise ValueError(f"stratbench.estimate: {footprint}")
