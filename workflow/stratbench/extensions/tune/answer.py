@@ -298,16 +298,11 @@ def describe_possible_further_gain(answer: TuneAnswer) -> str:
 def describe_effect(effect: Effect) -> str:
     """Return an effect's choice, time ratio, and numbers of pairs and blocks as text."""
     over = f" over {effect.reference_strategy}" if effect.reference_strategy else ""
-    return (
-        f"{effect.choice}{over}: "
-        f"{effect.time_ratio.format_value_and_interval('{:.3f}'.format)}{describe_effect_evidence(effect)}"
-    )
-
-
-def describe_effect_evidence(effect: Effect) -> str:
-    """Return the numbers of pairs and blocks behind an effect as text."""
     sure = "" if effect.time_ratio.low is not None else "one block gives no interval; "
-    return f" ({sure}{format_count(effect.num_pairs, 'pair')}, {format_count(effect.num_blocks, 'block')})"
+    return (
+        f"{effect.choice}{over}: {effect.time_ratio.format_value_and_interval('{:.3f}'.format)} "
+        f"({sure}{format_count(effect.num_pairs, 'pair')}, {format_count(effect.num_blocks, 'block')})"
+    )
 
 
 def format_step_time(combination: MeasuredCombination) -> str:

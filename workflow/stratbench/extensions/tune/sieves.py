@@ -356,8 +356,15 @@ def _filter_combination_by_plan(
     amounts = (
         compute_difference_amounts(planned.subject) if planned.subject.request.is_on_cuda else None
     )
-    s = FilterResult(combination, fate, reason, fit.usual_s, fit.needed_bytes, amounts)
-    s = replace(s, device_memory_bytes=memory_bytes)
+    s = FilterResult(
+        combination,
+        fate,
+        reason,
+        fit.usual_s,
+        fit.needed_bytes,
+        amounts,
+        device_memory_bytes=memory_bytes,
+    )
     if fit.usual_s is None:
         return s
     segment, cell = _estimate_segment_and_training_gpu_s(planned, fit.usual_s)

@@ -94,20 +94,21 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
 
 
 def describe_gradient_accumulation(choice: ChosenCell) -> str:
-    """Return a comment on how the script accumulates gradients over `{parts}` micro-batches.
+    """Return a comment on how the script accumulates gradients over micro-batches.
 
-    The caller fills in `{parts}`. FSDP reduces gradients as often as in the cell.
+    FSDP reduces gradients as often as in the cell.
     """
     sync = choice.get_option_to_write("gradient_sync")
-    if choice.settings.gradient_accumulation_steps > 1 and sync is not None:
+    parts = choice.settings.gradient_accumulation_steps
+    if parts > 1 and sync is not None:
         choice.add_file_comment(
             f"gradients are reduced with {describe_gradient_reduction(choice)}", "gradient_sync"
         )
     if sync != "each-part":
-        return "in the script, Accelerator(gradient_accumulation_steps={parts})"
+        return f"in the script, Accelerator(gradient_accumulation_steps={parts})"
     return (
         "in the script, Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
-        "num_steps={parts}, sync_each_batch=True))"
+        f"num_steps={parts}, sync_each_batch=True))"
     )
 
 

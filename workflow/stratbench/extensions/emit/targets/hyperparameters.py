@@ -80,7 +80,7 @@ def format_lr_schedule_lines(choice: ChosenCell) -> list[str]:
 def add_script_comments(choice: ChosenCell, accumulation_text: str) -> None:
     """Add comments on what the user's training script has to do itself with Accelerate.
 
-    `accumulation_text` is how the script accumulates `{parts}` micro-batches.
+    `accumulation_text` is how the script accumulates gradients over micro-batches.
     """
     s = choice.settings
     choice.add_file_comment(
@@ -90,10 +90,7 @@ def add_script_comments(choice: ChosenCell, accumulation_text: str) -> None:
     choice.add_file_comment(f"in the script, DataLoader(batch_size={choice.micro_batch_size}) on each worker",
                 "global_batch", "per_worker_batch")  # fmt: skip
     if choice.get_setting_to_write("gradient_accumulation_steps") > 1:
-        choice.add_file_comment(
-            accumulation_text.format(parts=s.gradient_accumulation_steps),
-            "gradient_accumulation_steps",
-        )
+        choice.add_file_comment(accumulation_text, "gradient_accumulation_steps")
     if s.max_grad_norm is not None:
         choice.add_file_comment(
             f"in the script, accelerator.clip_grad_norm_(model.parameters(), {s.max_grad_norm})",
