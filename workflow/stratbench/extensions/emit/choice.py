@@ -47,6 +47,10 @@ class ChosenCell:
         self._written = set(MEASUREMENT_SETTINGS)
         self._notes: list[str] = []
 
+    def mark_as_written(self, *keys: str) -> None:
+        """Note settings and options that the emitted file contains in some form of its own."""
+        self._written.update(keys)
+
     def get_setting_to_write(self, key: str) -> Any:
         """Return a setting's value, to be written into the emitted file.
 

@@ -90,10 +90,7 @@ def _draw_collective_times(
     Each layout of workers over nodes has a colour.
     """
     fitted = [r for r in links if (r["library"], r["kind"]) == (library, kind)]
-    levels = {
-        r["level"]: LinkModel(float(r["alpha_s"]), float(r["bytes_per_s"]), float(r["log_sd"]))
-        for r in fitted
-    }
+    levels = {r["level"]: LinkModel(float(r["alpha_s"]), float(r["bytes_per_s"])) for r in fitted}
     measured: dict[tuple[int, int], dict[int, list[float]]] = {}
     for t in times:
         if (t["library"], t["kind"]) == (library, kind):

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import socket
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -210,8 +211,8 @@ def measure_compute_slowdown_factor(
         )
         work.wait()
         _synchronise_device(device)
-    ratios = sorted(r for r in ratios[1:] if math.isfinite(r))
-    return max(1.0, ratios[len(ratios) // 2]) if ratios else math.nan
+    ratios = [r for r in ratios[1:] if math.isfinite(r)]
+    return max(1.0, statistics.median_high(ratios)) if ratios else math.nan
 
 
 def _measure_matrix_product_s(

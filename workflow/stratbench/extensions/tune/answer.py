@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import geometric_mean
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,8 @@ class MeasuredCombination:
     @property
     def mean_step_s(self) -> float | None:
         """Seconds per step as a geometric mean over the blocks, or None without blocks."""
-        known = [math.log(s) for s in self.step_s_by_block if s]
-        return math.exp(fmean(known)) if known else None
+        known = [s for s in self.step_s_by_block if s]
+        return geometric_mean(known) if known else None
 
 
 @dataclass(frozen=True)

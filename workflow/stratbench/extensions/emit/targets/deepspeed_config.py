@@ -11,14 +11,10 @@ from stratbench.extensions.emit.choice import ChosenCell
 def make_deepspeed_config(choice: ChosenCell) -> dict[str, Any]:
     """Return the DeepSpeed config, and add comments on settings that it cannot contain."""
     s, trained = choice.settings, choice.record["model"]["trainable_parameters"]
-    for key in (
-        "per_worker_batch",
-        "gradient_accumulation_steps",
-        "max_grad_norm",
-        "precision",
+    choice.mark_as_written(
+        *("per_worker_batch", "gradient_accumulation_steps", "max_grad_norm", "precision"),
         "global_batch",
-    ):
-        choice.get_setting_to_write(key)
+    )
     bucket = choice.get_option_to_write("bucket_cap_mb", 25)
     match_other_strategies = choice.get_option_to_write("match_other_strategies", True)
     stage = choice.get_option_to_write("stage", 1)

@@ -20,8 +20,7 @@ def get_optimizer_class_and_arguments(choice: ChosenCell) -> tuple[str, dict[str
     """Return the optimizer's class name in `torch.optim`, and its arguments except the parameters."""
     kind, lr = choice.get_setting_to_write("optimizer"), choice.get_setting_to_write("lr")
     keys = ("betas", "eps") if kind == "adamw" else ("momentum", "nesterov")
-    for key in ("betas", "eps", "momentum", "nesterov"):
-        choice.get_setting_to_write(key)
+    choice.mark_as_written("betas", "eps", "momentum", "nesterov")
     s = choice.settings
     arguments = {"lr": lr, "weight_decay": choice.get_setting_to_write("weight_decay")}
     arguments |= {key: getattr(s, key) for key in keys}

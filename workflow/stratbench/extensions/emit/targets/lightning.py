@@ -124,7 +124,7 @@ def list_trainer_arguments(choice: ChosenCell, target_strategy: str) -> dict[str
         # By default Lightning writes a checkpoint at the end, which adds to the peak memory.
         "enable_checkpointing": False,
     }
-    choice.get_setting_to_write("gpus")
+    choice.mark_as_written("gpus")
     by_itself = choice.options.get("mixed_precision") == "policy"
     if s.precision == "bf16-true":
         if target_strategy != "DeepSpeedStrategy":

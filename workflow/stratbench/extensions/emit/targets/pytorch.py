@@ -38,17 +38,10 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
     s, on_cpu = choice.settings, choice.device_type == "cpu"
     imports = ["import sys", "import torch", "import torch.distributed as dist"]
     imports.append("from stratbench.extensions.emit.work import Work")
-    for key in (
-        "gpus",
-        "global_batch",
-        "per_worker_batch",
-        "epochs",
-        "steps",
-        "seed",
-        "data_placement",
-    ):
-        choice.get_setting_to_write(key)
-    choice.get_setting_to_write("augment")
+    choice.mark_as_written(
+        *("gpus", "global_batch", "per_worker_batch", "epochs", "steps", "seed"),
+        *("data_placement", "augment"),
+    )
     add_loss_chunks_comment(choice)
     model = format_model_wrapping_lines(choice, target_strategy, imports)
     optimizer = format_optimizer_creation_lines(choice, target_strategy, imports)

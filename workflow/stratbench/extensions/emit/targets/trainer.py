@@ -52,7 +52,6 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         "save_strategy": "no",
         "use_cpu": choice.device_type == "cpu" and target_strategy in ("", "ddp"),
     }
-    choice.get_setting_to_write("global_batch")
     if target_strategy == "deepspeed":
         # No argument of the Trainer sets mixed precision, because DeepSpeed does it.
         arguments["deepspeed"] = make_deepspeed_config(choice)
@@ -100,7 +99,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
                 f"the Trainer takes the first layer of {every}, the cell took the last",
                 "activation_checkpointing",
             )
-    choice.get_setting_to_write("gpus")
+    choice.mark_as_written("global_batch", "gpus")
     add_training_length_and_data_comments(choice, comments_on_length=False)
     start = f"start: torchrun --nnodes {choice.num_nodes} --nproc-per-node {choice.workers_per_node} train.py"
     head = format_comment_lines([*choice.cell_comments, start, *choice.file_comments])
@@ -118,8 +117,7 @@ def make_training_length_arguments(choice: ChosenCell) -> dict[str, Any]:
 def make_trainer_optimizer_arguments(choice: ChosenCell) -> dict[str, Any]:
     """Return the Trainer's arguments for the optimizer and its hyperparameters."""
     s = choice.settings
-    for key in ("optimizer", "momentum", "nesterov", "betas", "eps"):
-        choice.get_setting_to_write(key)
+    choice.mark_as_written("optimizer", "momentum", "nesterov", "betas", "eps")
     if s.weight_decay:
         choice.add_file_comment(
             "the Trainer gives norms and biases no weight decay; the cell decays all",
@@ -209,7 +207,7 @@ def make_trainer_fsdp_config(choice: ChosenCell) -> dict[str, Any]:
         choice.add_file_comment(
             f"gradients are reduced with {describe_gradient_reduction(choice)}", "gradient_sync"
         )
-    choice.get_option_to_write("gradient_sync")
+    choice.mark_as_written("gradient_sync")
     workers = choice.shard_group_size
     if workers < choice.settings.gpus:
         choice.add_file_comment(

@@ -50,7 +50,6 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
         "global_batch": choice.get_setting_to_write("global_batch"),
         **settings,
     }
-    choice.get_setting_to_write("per_worker_batch")
     blocks = {"experiments": {"chosen": experiment}}
     if options or cell.strategy != s.strategy:
         blocks = {"variants": variants, **blocks}
@@ -61,8 +60,7 @@ def format_target_file(choice: ChosenCell, target_strategy: str) -> str:
             choice.add_file_comment(f"{what}.{name} of config.yaml stays as it is")
     if s.own_task is not None:
         experiment["task"] = s.own_task["call"]
-    for key in choice.options:
-        choice.get_option_to_write(key)
+    choice.mark_as_written("per_worker_batch", *choice.options)
     head = format_comment_lines(
         [
             *choice.cell_comments,

@@ -121,14 +121,14 @@ def _iter_neural_network_lines(
             continue
         if works := [c for c in own if c not in refusal_reasons and c not in unchecked_reasons]:
             yield f"   {strategy}: works with {_describe_worker_counts(works, own)}"
-        for reason in dict.fromkeys(unchecked_reasons[c] for c in own if c in unchecked_reasons):
-            of = [c for c in own if unchecked_reasons.get(c) == reason]
-            reason = remove_cell_from_reason(reason)
-            yield f"   {strategy}: not checked with {_describe_worker_counts(of, own)}: {reason}"
-        for reason in dict.fromkeys(refusal_reasons[c] for c in own if c in refusal_reasons):
-            of = [c for c in own if refusal_reasons.get(c) == reason]
-            reason = remove_cell_from_reason(reason)
-            yield f"   {strategy}: unsupported with {_describe_worker_counts(of, own)}: {reason}"
+        for outcome, reasons in (
+            ("not checked", unchecked_reasons),
+            ("unsupported", refusal_reasons),
+        ):
+            for reason in dict.fromkeys(reasons[c] for c in own if c in reasons):
+                of = [c for c in own if reasons.get(c) == reason]
+                counts, reason = _describe_worker_counts(of, own), remove_cell_from_reason(reason)
+                yield f"   {strategy}: {outcome} with {counts}: {reason}"
 
 
 def _format_strategies_by_note(
