@@ -38,7 +38,7 @@ def make_deepspeed_config(choice: ChosenCell) -> dict[str, Any]:
             f"the cell ran stratbench's {s.strategy}, which DeepSpeed's stage 1 comes closest to: it sends "
             "half as much again and keeps a copy of each worker's part of the weights"
         )
-        for key in set(choice.options) - {"bucket_cap_mb"}:
+        for key in [key for key in choice.options if key != "bucket_cap_mb"]:
             choice.add_file_comment("DeepSpeed has no such option", key)
     elif stage == 3 and match_other_strategies:
         choice.add_file_comment(
