@@ -49,11 +49,10 @@ def find_record_path_by_name(results: Path, study: str | None, cell: str) -> Pat
     # A pattern with an absolute path or `..` would search outside the folder of results.
     is_name = not named.is_absolute() and ".." not in named.parts
     matches = {
-        folder.parent.name: sorted((folder / cell).glob("**/record.json"))
+        folder.parent.name: paths
         for folder in sorted(results.glob(f"{study or '*'}/cells"))
-        if is_name
+        if is_name and (paths := sorted((folder / cell).glob("**/record.json")))
     }
-    matches = {name: paths for name, paths in matches.items() if paths}
     if not matches:
         raise EmitError(
             f"{cell}: is neither a record nor a cell in {results / (study or '*')}; name a cell as "

@@ -203,7 +203,8 @@ def _load_model_with_weights(
 
 #: For each word of transformers' tensor plans: the word of stratbench's plans with the same meaning.
 _WORDS = {
-    **{word: word for word in ("colwise", "rowwise")},
+    "colwise": "colwise",
+    "rowwise": "rowwise",
     "colwise_gather_output": "scores",
     "replicated_with_grad_allreduce": "head norm",
 }

@@ -108,10 +108,10 @@ def compute_bytes_before_first_step(footprint: Footprint, predicted_peak: Memory
 def get_measured_peak_bytes(memory_record: Mapping[str, Any], base_bytes: int) -> int | None:
     """Return the peak memory of training in bytes, from one rank's memory record.
 
-    On a GPU it is the memory requested from the allocator, without cuBLAS's workspaces. Older records only
-    have the allocated memory. On a CPU a process also contains its libraries, which grow over time. There
-    the peak is `base_bytes` (model states and data set, known exactly) plus the growth of resident memory
-    in a step.
+    On a GPU it is the memory requested from the allocator, without cuBLAS's workspaces. Allocators that do
+    not count requests only have the allocated memory. On a CPU a process also contains its libraries, which
+    grow over time. There the peak is `base_bytes` (model states and data set, known exactly) plus the growth
+    of resident memory in a step.
     """
     if memory_record["method"] not in CPU_METHODS:
         peak_bytes = memory_record.get("requested_peak_bytes", memory_record["peak_bytes"])
