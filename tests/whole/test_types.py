@@ -30,7 +30,7 @@ MAXIMUM = {
     "extensions/links": 4,
     "extensions/local": 21,
     "extensions/paper": 8,
-    "extensions/plan": 159,
+    "extensions/plan": 158,
     "extensions/projection": 26,
     "extensions/queue": 11,
     "extensions/servers": 101,

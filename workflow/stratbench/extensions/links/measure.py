@@ -19,7 +19,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, astuple, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def measure_all_collectives(args: argparse.Namespace, sweep: Sweep) -> MeasuredL
         # `measure_collectives` adds a group with one worker per node.
         here = [n for n in sweep.workers if n <= args.a_node]
         sizes = (*here, nodes * args.a_node)
-        wide = Sweep(sizes, sweep.largest_bytes, sweep.repeats, sweep.collective_kinds)
+        wide = replace(sweep, workers=sizes)
         folder = str((args.out / "run").resolve())
         group = LinkGroup(wide, args.gpus, folder, nodes, args.a_node)
         times, compute_slowdown = measure_links_on_nodes(group, cpus)
