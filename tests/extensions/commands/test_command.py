@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from stratbench.strategies import get_option_defaults, get_strategy_class
 from stratbench.strategies.needs import iter_missing_requirements
 from stratbench.study.config.config import load_config
 from stratbench.study.config.messages import ConfigError
-from stratbench.telemetry.sampler import CellProcesses
+from stratbench.telemetry.sampler import CellProcesses, Sampler
 from stratbench.workload.users_code import hash_named_files
 
 pytestmark = pytest.mark.timeout(300)
@@ -406,7 +407,9 @@ def test_the_files_of_a_command_are_its_script_and_what_lies_beside_it(tmp_path,
 
 def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
     pids = tmp_path / "pids"
-    pids.write_text(f"rank0 {os.getpid()}\ncommand0 {os.getpid()} below\n")
+    sampler = Sampler(tmp_path / "samples.csv", pids, time.monotonic(), period_s=600)
+    sampler.watch_process("rank0", os.getpid())
+    sampler.watch_process("command0", os.getpid(), with_descendants=True)
     watched = CellProcesses(pids)
     with psutil.Popen([sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()"],
                       stdin=-1, stdout=-1) as child:  # fmt: skip
@@ -414,6 +417,7 @@ def test_all_processes_of_a_command_are_one_row_of_the_timeline(tmp_path):
         watched.read_new_processes_if_any()
         alone, together = watched.sample_processes()
         child.stdin.close()
+    sampler.stop()
     assert alone["id"] == "rank0"
     assert together["rss_bytes"] >= alone["rss_bytes"] + (1 << 20)
 

@@ -40,6 +40,8 @@ _SAMPLES_PER_PROCESS_CHECK = 2
 _MAX_WAIT_S = 1.0
 # Signal on which the sampler takes a sample at once. SIGCONT does not harm a sampler that is still starting.
 _WAKE = signal.SIGCONT
+# Text after a process's id in the launcher's file if its rows include the process's descendants.
+_WITH_DESCENDANTS = "with-descendants"
 # Shortest time in seconds over which a share of CPU time is computed. The kernel counts in ticks of 10 ms.
 _SHORTEST_SHARE_S = 0.05
 
@@ -105,7 +107,7 @@ class Sampler:
             with_descendants: Whether the row includes the descendants of the process.
         """
         with self._pids_file.open("a", encoding="utf-8") as file:
-            file.write(f"{label} {pid}{' with_descendants' if with_descendants else ''}\n")
+            file.write(f"{label} {pid}{f' {_WITH_DESCENDANTS}' if with_descendants else ''}\n")
         if self._process is not None:
             self._process.send_signal(_WAKE)
 
@@ -126,7 +128,7 @@ class Sampler:
 class CellProcesses:
     """The processes of a cell on this node, from a file of the launcher.
 
-    The launcher appends a line `label pid` per process. A line that ends with `below` includes all
+    The launcher appends a line `label pid` per process, with `_WITH_DESCENDANTS` if the rows include all
     descendants of the process. A process that has ended is left out.
     """
 
@@ -134,7 +136,7 @@ class CellProcesses:
         self._pids_file = pids_file
         self._lines_read = 0
         self._processes: dict[str, psutil.Process] = {}
-        self._with_below: set[str] = set()
+        self._with_descendants: set[str] = set()
         self._before: dict[str, tuple[float, dict[int, float]]] = {}
 
     def read_new_processes_if_any(self) -> bool:
@@ -154,8 +156,8 @@ class CellProcesses:
                 self._processes[label] = psutil.Process(int(fields[0]))
             except (ValueError, IndexError, psutil.Error):
                 continue
-            if fields[1:] == ["below"]:
-                self._with_below.add(label)
+            if fields[1:] == [_WITH_DESCENDANTS]:
+                self._with_descendants.add(label)
         return bool(new)
 
     def sample_processes(self) -> list[dict[str, Any]]:
@@ -168,12 +170,14 @@ class CellProcesses:
         for label, process in list(self._processes.items()):
             try:
                 figures = _read_cpu_time_and_memory(process)
-                below = process.children(recursive=True) if label in self._with_below else []
+                descendants = (
+                    process.children(recursive=True) if label in self._with_descendants else []
+                )
             except psutil.Error:
                 del self._processes[label]
                 continue
             each = {process.pid: figures}
-            for other in below:
+            for other in descendants:
                 with contextlib.suppress(psutil.Error):
                     each[other.pid] = _read_cpu_time_and_memory(other)
             row = {
