@@ -219,6 +219,25 @@ class Spread(Regression):  # a mean and a logarithm of a variance for each value
     def score(self, outputs, targets):
         return (outputs[..., 0] - targets).abs()
 
+class Mask(Regression):
+    def loss(self, outputs, targets):
+        return F.binary_cross_entropy(outputs.sigmoid(), targets)
+
+class Boxes(Regression):  # the first value of a target is the number of a class
+    def outputs(self, targets, classes):
+        return (targets[0], classes + 1)
+
+    def loss(self, outputs, targets):
+        classes = F.cross_entropy(outputs[:, :2], targets[:, 0].long())
+        return classes + F.smooth_l1_loss(outputs[:, 2:], targets[:, 1:])
+
+    def score(self, outputs, targets):
+        return outputs[:, :2].argmax(1) == targets[:, 0]
+
+class Ordinal(Boxes):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs[:, :2], targets[:, 0].long() - 1)
+
 class Empty(Regression):
     def outputs(self, targets, classes):
         return ()
@@ -382,6 +401,20 @@ def test_where_nothing_counts_the_loss_is_0_and_there_is_no_score():
     assert found.loss == 0.0
     assert math.isnan(found.score)
     assert found.left_out == 12
+
+
+@pytest.mark.parametrize("name", ["Mask", "Boxes"])
+def test_a_loss_may_take_only_targets_that_the_data_have(own_tasks, name):
+    """Random numbers are outside of 0 to 1 and are no numbers of classes."""
+    call = f"{own_tasks}:{name}"
+    task = tasks.create_own_task(call)
+    assert task_trial.check_task_outputs(task, tasks.OwnTask(call), 3, [2, 3]) == (False, True)
+
+
+def test_the_message_on_a_loss_that_fails_says_which_targets_it_got(own_tasks):
+    call = f"{own_tasks}:Ordinal"
+    with pytest.raises(ModelError, match=r"targets \[2, 3\], all 0, raised IndexError"):
+        task_trial.check_task_outputs(tasks.create_own_task(call), tasks.OwnTask(call), 3, [2, 3])
 
 
 def test_a_task_may_learn_values_and_take_other_outputs(own_tasks):

@@ -117,7 +117,7 @@ def check_task_outputs(
         x = torch.randn(
             shape, dtype=dtype, generator=torch.Generator().manual_seed(0)
         ).requires_grad_()
-        shapes = f"outputs {list(x.shape)} in {str(dtype).removeprefix('torch.')} and targets {list(y.shape)}"
+        shapes = _describe_arguments(x, y, ", all 0" if has_value_targets(task) else "")
         loss, _ = _compute_loss(task, own_task, x, y, shapes)
         if loss.dim() or not loss.requires_grad:
             raise ModelError(
@@ -142,6 +142,12 @@ def check_task_outputs(
                 f"[{target_shape[0]}, ...]"
             )
     return _determine_loss_kind(task, own_task, classes, target_shape)
+
+
+def _describe_arguments(outputs: Tensor, targets: Tensor, values: str) -> str:
+    """Return a text on the shapes of outputs and targets, and on the values of the targets, for messages."""
+    dtype = str(outputs.dtype).removeprefix("torch.")
+    return f"outputs {list(outputs.shape)} in {dtype} and targets {list(targets.shape)}{values}"
 
 
 def _compute_loss(
@@ -194,28 +200,58 @@ def _determine_loss_kind(
 
     draw = torch.Generator().manual_seed(0)
     if has_value_targets(task):
-        half = 3
-        y = torch.randn((2 * half, *target_shape[1:]), dtype=torch.float64, generator=draw)
-    else:
-        each = math.prod(target_shape[1:])
-        most = min(classes // each + 1, TRIED_NUMBERS // (2 * classes * each))
-        half = max(3 if each == 1 else 1, most)
-        number = torch.arange(half * each)
-        # Labels alternate from the first and from the last: a loss that ignores a label usually ignores one
-        # of these.
-        varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
-        # The second half has only the label 0. So each label occurs unequally often in the two halves, which
-        # shows whether a loss ignores it.
-        y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *target_shape[1:])
+        whole = (6, *target_shape[1:])
+        y = torch.randn(whole, dtype=torch.float64, generator=draw)
+        try:
+            return _compare_losses(task, own_task, classes, y, ", random numbers")
+        except ModelError:
+            # Some losses take no such targets: the binary cross-entropy, or one of a class number.
+            y = torch.randint(2, whole, dtype=torch.float64, generator=draw)
+            return _compare_losses(task, own_task, classes, y, ", 0 or 1")
+    each = math.prod(target_shape[1:])
+    most = min(classes // each + 1, TRIED_NUMBERS // (2 * classes * each))
+    half = max(3 if each == 1 else 1, most)
+    number = torch.arange(half * each)
+    # Labels alternate from the first and from the last: a loss that ignores a label usually ignores one of
+    # these.
+    varied = torch.where(number % 2 == 0, number // 2, -1 - number // 2) % classes
+    # The second half has only the label 0. So each label occurs unequally often in the two halves, which
+    # shows whether a loss ignores it.
+    y = torch.cat([varied, torch.zeros_like(varied)]).view(2 * half, *target_shape[1:])
+    return _compare_losses(task, own_task, classes, y, "")
+
+
+def _compare_losses(
+    task: Task, own_task: OwnTask, classes: int, targets: Tensor, values: str
+) -> LossKind:
+    """Return the kind of a task's loss by these targets and random outputs.
+
+    Args:
+        task: The task.
+        own_task: Specification of the task.
+        classes: Number of classes.
+        targets: Targets of a batch, whose first and second half are compared with it.
+        values: Text on the values of the targets, for messages.
+
+    Raises:
+        ModelError: If the loss does not take these targets.
+    """
+    import torch
+
+    half = len(targets) // 2
     x = torch.randn(
-        compute_output_shape(task, y.shape, classes), dtype=torch.float64, generator=draw
+        compute_output_shape(task, targets.shape, classes),
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(1),
     )
-    shapes = f"outputs {list(x.shape)} in float64 and targets {list(y.shape)}"
+    arguments = _describe_arguments(x, targets, values)
     losses = []
-    for a, b in ((x, y), (x[:half], y[:half]), (x[half:], y[half:])):
+    for of in (slice(None), slice(half), slice(half, None)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            loss, weight = _compute_loss(task, own_task, a.requires_grad_(), b, shapes)
+            loss, weight = _compute_loss(
+                task, own_task, x[of].requires_grad_(), targets[of], arguments
+            )
         losses.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
     weighs = weight is not None
     (loss, weight), *halves = losses
