@@ -743,3 +743,13 @@ def test_a_loss_no_better_than_guessing_is_below_the_floor(study):
     (found,) = RULE["score-below-floor"].check(audit.AuditData(cells))
     assert found.coordinates["strategy"] == "ps-async"
     assert found.values_text.startswith("4.000 nats/token; single on 1 reaches 1.6")
+
+
+def test_a_score_that_guessing_may_reach_by_chance_is_told_with_that_score(study):
+    _, cells, _ = study
+    cells = cells[cells["strategy"] == "single"].assign(
+        score_final=0.7, score_chance_level=0.5, test_samples=32, counts_per_sample=1.0
+    )
+    cells = cells[cells["experiment"] != "text"]
+    said = {found.values_text for found in RULE["score-below-floor"].check(audit.AuditData(cells))}
+    assert said == {"70.0%; guessing reaches 50.0%, by chance even 76.5%"}

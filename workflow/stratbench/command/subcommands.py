@@ -118,8 +118,48 @@ def print_rule_answer_with_torch(
 
 
 def list_config_pairs(args: argparse.Namespace) -> list[str]:
-    """Return the config changes that a subcommand's arguments request, each as KEY=VALUE."""
+    """Return the config changes that a subcommand's arguments request, each as KEY=VALUE.
+
+    Raises:
+        CommandError: A change has a mistake, on which Snakemake would end with a traceback.
+    """
+    for pair in args.config:
+        parse_config_change(pair)
     return [*([f"study={args.study}"] if args.study else []), *args.config]
+
+
+def parse_config_change(pair: str) -> tuple[str, Any]:
+    """Return the key and the value of a config change KEY=VALUE, whose value is YAML.
+
+    Raises:
+        CommandError: The text is no such change, or config.yaml has no such key.
+    """
+    import yaml
+
+    from stratbench.study.config.messages import suggest_closest_name
+    from stratbench.study.config.schema import build_config_schema
+
+    key, equals, value_text = pair.partition("=")
+    where = f"--config {pair}"
+    outer, *inner = key.split(".")
+    if not equals or not key.isidentifier():
+        example = "decide={gpus: 2}"
+        if equals and inner and all(name.isidentifier() for name in (outer, *inner)):
+            example = f"{outer}={': '.join('{' + name for name in inner)}: {value_text}{'}' * len(inner)}"
+        raise CommandError(f"{where}: is not KEY=VALUE; write it as in --config '{example}'")
+    allowed = build_config_schema()["properties"]
+    if key not in allowed:
+        raise CommandError(
+            f"{where}: config.yaml has no key {key!r}.{suggest_closest_name(key, allowed)} "
+            f"Allowed: {', '.join(allowed)}."
+        )
+    try:
+        return key, yaml.safe_load(value_text)
+    except yaml.YAMLError as error:
+        raise CommandError(
+            f"{where}: the value {value_text} is not YAML; put the pair in quotes and close its brackets, "
+            "as in --config 'decide={gpus: 2}'"
+        ) from error
 
 
 def check_no_unknown_arguments(unknown_arguments: Sequence[str]) -> None:
@@ -131,17 +171,9 @@ def check_no_unknown_arguments(unknown_arguments: Sequence[str]) -> None:
 
 def apply_config_changes(config: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
     """Return a changed copy of a config. Changes are KEY=VALUE, and merge mappings as `--config` does."""
-    import yaml
-
     result = json.loads(json.dumps(config))
     for pair in changes:
-        key, equals, value_text = pair.partition("=")
-        if not equals or not key.isidentifier():
-            raise CommandError(f"--config {pair}: is not KEY=VALUE")
-        try:
-            value = yaml.safe_load(value_text)
-        except yaml.YAMLError as error:
-            raise CommandError(f"--config {pair}: the value {value_text} is not YAML") from error
+        key, value = parse_config_change(pair)
         merge_into_config(result, {key: value})
     return result
 

@@ -76,6 +76,9 @@ def find_score_below_floor(evidence: AuditData) -> Iterator[Case]:
             * compute_standard_error_of_guessing(score, guess, row)
         ) > gain:
             gain, against = by_chance, f"guessing reaches {format_score(score, guess)}"
+            if reached > 0:
+                by_luck = guess + score.higher_is_better_sign * by_chance
+                against += f", by chance even {format_score(score, by_luck)}"
         if (
             floor := evidence.floors.get(row.dataset, 0.0)
         ) > guess + gain and score.is_unit_fraction:
