@@ -163,6 +163,7 @@ def test_names_that_make_too_long_a_folder_together_are_refused_with_the_longest
         ({"weight_decay": math.inf}, ["weight_decay = inf: must be a finite number"]),
         # one key against another
         ({"optimizer": "adam"}, ["optimizer = 'adam'", "adamw"]),
+        ({"device": "gpu"}, ["device = 'gpu'", "Did you mean 'cuda'?"]),
         (
             {"optimizer": "adamw", "momentum": 0.9},
             ["momentum = 0.9: AdamW uses betas instead", "remove"],

@@ -280,11 +280,20 @@ for command in (
     [
         (["decide", "none.zip"], "none.zip does not exist"),
         (["decide", "paper:v2", "--config", "decide={gpus: none}"], "config: decide.gpus = 'none'"),
-        (["decide", "paper:v2", "--config", "gpus"], "is not KEY=VALUE; write it as in --config 'd"),
+        (
+            ["decide", "paper:v2", "--config", "gpus"],
+            "is not KEY=VALUE; write it as in --config 'd",
+        ),
         (["decide", "paper:v2", "--config", "decid={}"], "no key 'decid'. Did you mean 'decide'?"),
-        (["run", "--config", "study"], "is not KEY=VALUE; write it as in --config 'decide={gpus: 2}'"),
+        (
+            ["run", "--config", "study"],
+            "is not KEY=VALUE; write it as in --config 'decide={gpus: 2}'",
+        ),
         (["decide", "--config", "decide.gpus=1"], "write it as in --config 'decide={gpus: 1}'"),
-        (["decide", "--config", "decide={gpus:", "1}"], "decide={gpus:: the value {gpus: is not YAML"),
+        (
+            ["decide", "--config", "decide={gpus:", "1}"],
+            "decide={gpus:: the value {gpus: is not YAML",
+        ),
         (["plan", "--config", "x=1"], "--config x=1: config.yaml has no key 'x'"),
         (["plan", "paper:v2"], "has no config to plan"),
         (["compare", "a=paper:v1"], "has a single set"),

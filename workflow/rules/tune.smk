@@ -9,7 +9,7 @@ rule tune:
     conda:
         ENV
     params:
-        config=rules.plan.params.config,
+        config=lambda w: json.dumps(STUDY_CONFIG),  # in its order: the first experiment is tuned
     message:
         f"select promising combinations of options for the study {STUDY.name}"
     shell:

@@ -116,6 +116,38 @@ def test_a_batch_is_the_largest_that_fits_and_one_that_does_not_is_told_at_its_l
     assert huge.verdict == DOES_NOT_FIT
 
 
+@pytest.mark.parametrize(
+    ("samples", "batch", "gpus"),
+    [(300, 256, [1, 2, 4, 8, 16, 32, 64]), (96, 64, [1, 2, 4, 8, 16, 32]), (7, 4, [1, 2])],
+)
+def test_a_small_training_set_of_ones_own_has_a_smaller_batch(samples, batch, gpus):
+    config = {"datasets": {"text": {**TEXT, "train_samples": samples, "sequence": 32}}}
+    _, study, left_out = one_network.make_model_study(config, "gpt-compact", "text")
+    assert {study.settings(cell).global_batch for cell in study.cells} == {batch}
+    assert sorted({cell.gpus for cell in study.cells if cell.strategy == "ddp"}) == gpus
+    assert left_out == []
+
+
+def test_a_question_about_too_many_gpus_for_the_training_set_is_one_sentence():
+    config = {"datasets": {"text": {**TEXT, "train_samples": 7, "sequence": 32}}}
+    given = model_answer._fill_study_template(replace(QUESTION, gpus=8), config)
+    with pytest.raises(
+        ConfigError, match="--dataset text: has 7 training samples, too few for .* 8"
+    ):
+        one_network.make_model_study(config, "gpt-compact", "text", None, given)
+
+
+def test_a_strategy_that_is_left_out_is_told_once_with_its_reason():
+    config = CONFIG | {"models": {"mine": {"call": "nets.Mine"}}}
+    given = model_answer._fill_study_template(replace(QUESTION, model="mine"), config)
+    _, _, left_out = one_network.make_model_study(config, "mine", "text", None, given)
+    assert [reason.partition(": it ")[0] for reason in left_out] == [
+        "tensor-2, tensor-2-sequence: models = 'mine'",
+        "pipeline-2: models = 'mine'",
+    ]
+    assert not any("remove" in reason for reason in left_out)
+
+
 @pytest.mark.slow
 def test_a_range_is_that_of_public_runs_where_a_cell_is_like_them(tmp_path, monkeypatch):
     known = public_runs.get_public_time_ratios()

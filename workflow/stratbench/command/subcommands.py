@@ -145,7 +145,9 @@ def parse_config_change(pair: str) -> tuple[str, Any]:
     if not equals or not key.isidentifier():
         example = "decide={gpus: 2}"
         if equals and inner and all(name.isidentifier() for name in (outer, *inner)):
-            example = f"{outer}={': '.join('{' + name for name in inner)}: {value_text}{'}' * len(inner)}"
+            example = (
+                f"{outer}={': '.join('{' + name for name in inner)}: {value_text}{'}' * len(inner)}"
+            )
         raise CommandError(f"{where}: is not KEY=VALUE; write it as in --config '{example}'")
     allowed = build_config_schema()["properties"]
     if key not in allowed:

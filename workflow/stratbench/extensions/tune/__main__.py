@@ -74,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tuned = Path(whole["results"], whole["study"], *TUNING_CONFIG_PATH)
     table = tuned.with_name("tune.csv")
     write_combinations_csv(sieved, table)
-    print(wrap_lines(describe_filter_results(sieved)))
+    experiment, gpus, model = where
+    what = f"Model {model} of the experiment {experiment} on {format_count(gpus, 'worker')}:"
+    print(wrap_lines([what, *describe_filter_results(sieved)]))
     chosen = [s.combination for s in sieved if s.outcome in (MEASURED, OUT_OF_MEMORY)]
     if not chosen:
         print(f"No combination is left to measure: {table} has the reason for each.")

@@ -39,7 +39,7 @@ from stratbench.extensions.verdict.blocks import (
 from stratbench.strategies import get_strategy_class, get_traits
 from stratbench.strategies.base import Traits
 from stratbench.study.config.config import load_config
-from stratbench.study.config.messages import ConfigError
+from stratbench.study.config.messages import ConfigError, remove_strategy_remedy
 
 #: Largest planned memory of a combination to measure, as a multiple of the device's memory. It is above 1,
 #: because the plan may predict too much memory.
@@ -334,7 +334,8 @@ def _find_unsupported_reason(
     try:
         load_config(add_tuning_study(config, experiment, gpus, model, [combination]))
     except ConfigError as error:
-        return str(error).rpartition(f"experiments.{experiment}")[2].lstrip(": ") or str(error)
+        message = remove_strategy_remedy(str(error))
+        return message.rpartition(f"experiments.{experiment}")[2].lstrip(".: ") or message
     return ""
 
 

@@ -17,6 +17,8 @@ from stratbench.strategies import REGISTRY, get_mesh, get_strategy_class
 from stratbench.strategies.mesh import Mesh
 from stratbench.study.config.messages import (
     ConfigError,
+    format_settings_source,
+    format_strategy_remedy,
     format_wrong_value_message,
     suggest_closest_name,
 )
@@ -214,7 +216,7 @@ def check_experiment(
             ),
         )
         for fault in faults:
-            source = f" (with the settings of {', '.join(each['strategies'])})" if changed else ""
+            source = format_settings_source(each["strategies"]) if changed else ""
             raise ConfigError(f"config: {where}{fault}{source}")
 
 
@@ -446,7 +448,7 @@ def _iter_strategy_faults(
                 except ValueError as e:
                     yield f".strategies = {name!r}: {e}"
         for reason in strategy.iter_refused_values(options, {**block, "networks": networks}):
-            yield f"{reason}; remove {name} from strategies, or give it an experiment of its own"
+            yield f"{reason}{format_strategy_remedy(name)}"
 
 
 def _iter_model_faults(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,6 +41,23 @@ def join_messages(messages: Iterable[str]) -> str:
     )
 
 
+def format_strategy_remedy(strategy: str) -> str:
+    """Return what to do about a strategy that an experiment's values do not allow."""
+    return f"; remove {strategy} from strategies, or give it an experiment of its own"
+
+
+def format_settings_source(strategies: Iterable[str]) -> str:
+    """Return a remark that a message is about an experiment with the settings of variants."""
+    return f" (with the settings of {', '.join(strategies)})"
+
+
+def remove_strategy_remedy(message: str) -> str:
+    """Return a message without remedies that name strategies, for studies that no user has written."""
+    for text in (format_strategy_remedy("@"), format_settings_source("@")):
+        message = re.sub(re.escape(text).replace("@", "[^;()]+"), "", message)
+    return message
+
+
 def format_config_path(path: Iterable[str | int]) -> str:
     """Return a path through the config as text: `studies.demo.experiments.digits.gpus[1]`."""
     names = (f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
@@ -63,6 +81,9 @@ ELSEWHERE = {
     "nproc_per_node": "gpus",
     "world_size": "gpus",
 }
+
+#: Value with the same meaning, by a value that others use.
+VALUES_ELSEWHERE = {"gpu": "cuda"}
 
 #: Present name of each renamed key and option, by its earlier name.
 RENAMED = {
@@ -90,12 +111,13 @@ RENAMED = {
 def suggest_closest_name(wrong: Any, allowed: Iterable[str]) -> str:
     """Return ` Did you mean 'NAME'?` with the closest allowed name, or an empty text.
 
-    A name that another trainer or an older version used comes first, then the shortest allowed name that
+    A name that others or an older version used comes first, then the shortest allowed name that
     begins with the wrong one.
     """
     text, allowed = str(wrong), list(allowed)
-    if (ours := ELSEWHERE.get(text, RENAMED.get(text))) in allowed:
-        return f" Did you mean {ours!r}?"
+    for names in (ELSEWHERE, RENAMED, VALUES_ELSEWHERE):
+        if names.get(text) in allowed:
+            return f" Did you mean {names[text]!r}?"
     longer = sorted((name for name in allowed if len(text) > 2 and name.startswith(text)), key=len)
     close = longer or difflib.get_close_matches(text, allowed, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -10,7 +10,11 @@ from typing import Any
 import yaml
 
 from stratbench.study.config.config import Study, load_config
-from stratbench.study.config.messages import ConfigError, suggest_closest_name
+from stratbench.study.config.messages import (
+    ConfigError,
+    remove_strategy_remedy,
+    suggest_closest_name,
+)
 from stratbench.workload.data.datasets import DATASETS, SPECS
 from stratbench.workload.network import models
 from stratbench.workload.network.libraries import find_library_of_entry
@@ -80,28 +84,68 @@ def make_model_study(
         try:
             load_study_of_experiments({"network": values})
         except ConfigError as error:
-            return str(error).partition(".experiments.network")[2] or str(error)
+            message = remove_strategy_remedy(str(error))
+            return message.partition(".experiments.network.")[2] or message
         return None
 
     first = next(iter(overrides["numbers"].values()))["strategies"][:1]
     # Loading a single experiment raises ConfigError for mistakes that all experiments share.
-    _, alone = load_study_of_experiments({"network": block | {"strategies": first, "gpus": [1]}})
-    if "optimizer" not in block and alone.get_dataset(block["dataset"]).is_text:
+    one = {"strategies": first, "gpus": [1], "global_batch": 2}
+    _, alone = load_study_of_experiments({"network": block | one})
+    dataset_metadata = alone.get_dataset(block["dataset"])
+    numbers = overrides["numbers"]
+    if dataset_metadata.train_samples < block["global_batch"]:
+        block, numbers = _fit_batch_to_samples(block, numbers, dataset_metadata.train_samples)
+    if "optimizer" not in block and dataset_metadata.is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
-    experiments, left_out = {}, []
-    for (kind, change), (group, matrix) in product(
-        overrides["each"].items(), overrides["numbers"].items()
-    ):
+    experiments: dict[str, Any] = {}
+    left_out: dict[str, list[str]] = {}
+    for (kind, change), (group, matrix) in product(overrides["each"].items(), numbers.items()):
         name, values = f"{kind}-{group}", block | matrix | change
         if find_config_error(values) is not None:
             reason = {
                 s: find_config_error(values | {"strategies": [s]}) for s in values["strategies"]
             }
             values["strategies"] = [s for s in reason if reason[s] is None]
-            left_out += [f"{name}{text}" for text in dict.fromkeys(filter(None, reason.values()))]
+            for strategy, text in reason.items():
+                if text is not None and strategy not in left_out.setdefault(text, []):
+                    left_out[text].append(strategy)
         if values["strategies"]:
             experiments[name] = values
-    return *load_study_of_experiments(experiments), left_out
+    reasons = [f"{', '.join(strategies)}: {text}" for text, strategies in left_out.items()]
+    return *load_study_of_experiments(experiments), reasons
+
+
+def _fit_batch_to_samples(
+    block: Mapping[str, Any], numbers: Mapping[str, Any], samples: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return an experiment whose batch a small training set has, and the numbers of workers for it.
+
+    Each of several workers has two samples or more, since a model may normalise over its batch.
+
+    Args:
+        block: The experiment of the template.
+        numbers: Strategies and numbers of workers of the template, by group.
+        samples: Number of samples of the training set.
+
+    Raises:
+        ConfigError: If no number of workers is left.
+    """
+    batch = block["global_batch"]
+    while batch > samples:
+        batch //= 2
+    fitting = {
+        group: matrix
+        | {"gpus": [n for n in matrix["gpus"] if batch % n == 0 and (n == 1 or batch > n)]}
+        for group, matrix in numbers.items()
+    }
+    if not all(matrix["gpus"] for matrix in fitting.values()):
+        most = max(n for matrix in numbers.values() for n in matrix["gpus"])
+        raise ConfigError(
+            f"--dataset {block['dataset']}: has {samples} training samples, too few for a step on {most} GPUs; "
+            "name a larger data set, or fewer GPUs"
+        )
+    return dict(block) | {"global_batch": batch}, fitting
 
 
 def _set_tokens_per_text(datasets: dict[str, Any], dataset: str, tokens_per_text: int) -> None:
