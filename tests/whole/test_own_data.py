@@ -184,6 +184,10 @@ def test_a_call_that_fails_and_a_constant_channel_are_told(tmp_path, my_data):
         )
     with pytest.raises(DataError, match=f"{my_data} has no 'none'"):
         prepare_data_set("mine", tmp_path / "out", spec={"call": f"{my_data}.none"})
+    ends = "import sys\ndef ends():\n    sys.exit('no such folder')\n"
+    (tmp_path / f"{my_data}_ends.py").write_text(ends)
+    with pytest.raises(DataError, match="raised SystemExit: no such folder"):
+        prepare_data_set("mine", tmp_path / "out", spec={"call": f"{my_data}_ends.ends"})
     flat = "def flat():\n    x = images()\n    x['train_x'][..., 1] = 7\n    return x\n"
     (tmp_path / f"{my_data}_flat.py").write_text(CODE + flat)
     with pytest.raises(DataError, match="channel 1 has the same value in all training images"):

@@ -333,6 +333,7 @@ def test_the_text_names_each_fault_and_each_remark(tmp_path, monkeypatch):
     config, study = make_model_study(names, strategies=["ddp", "ps-sync"], gpus=[1, 2])
     checked = check.check_study(config | {"results": str(tmp_path)}, study)
     text = format_check_result(checked)
+    assert "would stop before its first cell" not in text
     for line in (
         "Unused on digits\n   970 parameters; takes images [batch, 1, 8, 8], gives scores for 10 classes",
         "   shard groups, instances of Block: blocks.0 144, blocks.1 144; in none: 682",
@@ -481,6 +482,9 @@ def test_a_bad_task_refuses_the_cells_of_its_experiment_alone(tmp_path, monkeypa
     assert reason.endswith(BAD_TASKS[bad])
     text = format_check_result(checked)
     assert text.count("ddp: works with 2 workers\n") == 2
+    end = "1 of 3 cells cannot be trained by any strategy, and a run would stop before its first cell:\n"
+    assert f"\n{end}  Plain with ddp on 2 workers (1 cell of y): task " in text
+    assert "unsupported" not in text
     assert f"Plain on digits, task '{blocks['y']['task']}'\n   cannot be trained: task '" in text
 
 

@@ -132,7 +132,7 @@ def test_a_question_about_too_many_gpus_for_the_training_set_is_one_sentence():
     config = {"datasets": {"text": {**TEXT, "train_samples": 7, "sequence": 32}}}
     given = model_answer._fill_study_template(replace(QUESTION, gpus=8), config)
     with pytest.raises(
-        ConfigError, match="--dataset text: has 7 training samples, too few for .* 8"
+        ConfigError, match=r"--dataset text: has 7 training samples, too few for .* 8"
     ):
         one_network.make_model_study(config, "gpt-compact", "text", None, given)
 

@@ -20,7 +20,7 @@ from stratbench.workload.tasks import (
     get_task,
     has_value_targets,
 )
-from stratbench.workload.users_code import ModelError, format_user_error
+from stratbench.workload.users_code import ERRORS, ModelError, format_user_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,7 +88,7 @@ def _accepts_fake_tensors(task: Task, classes: int, target_shape: Sequence[int])
         x = torch.empty(compute_output_shape(task, target_shape, classes), requires_grad=True)
         try:
             task.loss(x, y), task.score(x, y)
-        except Exception:  # the user's code may raise any exception
+        except ERRORS:  # the user's code may raise any exception
             return False
     return True
 
@@ -127,7 +127,7 @@ def check_task_outputs(
             )
         try:
             score = task.score(x, y)
-        except Exception as e:
+        except ERRORS as e:
             raise ModelError(
                 f"{own_task}: its method score, called with {shapes}, raised {format_user_error(e)}"
             ) from e
@@ -169,7 +169,7 @@ def _compute_loss(
 
     try:
         result = task.loss(outputs, targets)
-    except Exception as e:
+    except ERRORS as e:
         raise ModelError(
             f"{own_task}: its method loss, called with {shapes_text}, raised {format_user_error(e)}"
         ) from e

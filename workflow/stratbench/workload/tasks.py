@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from stratbench.workload.users_code import (
+    ERRORS,
     ModelError,
     format_user_error,
     import_user_callable,
@@ -298,7 +299,7 @@ def compute_output_shape(task: Task, target_shape: Sequence[int], classes: int) 
     what = OwnTask(f"{type(task).__module__}:{type(task).__name__}")
     try:
         shape = list(task.outputs(tuple(target_shape), classes))
-    except Exception as e:
+    except ERRORS as e:
         raise ModelError(
             f"{what}: its method outputs raised {format_user_error(e)} for targets of shape "
             f"{list(target_shape)}"
@@ -321,7 +322,7 @@ def create_own_task(call: str) -> Task:
     cls = import_user_callable(what)
     try:
         task = cls()
-    except Exception as e:
+    except ERRORS as e:
         raise ModelError(f"{what}: called without arguments, raised {format_user_error(e)}") from e
     wanted = {
         "score_name": (str, "a short text, the score's name"),

@@ -34,6 +34,10 @@ _PACKAGES = {"site-packages", "dist-packages"}
 _CALL = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*[.:][^\W\d]\w*(\.[^\W\d]\w*)*", re.ASCII)
 
 
+#: What calls of a user's code may raise: a script ends by `sys.exit`.
+ERRORS = (Exception, SystemExit)
+
+
 class ModelError(RuntimeError):
     """A user's model or task cannot be built or trained; the message names the model or task."""
 
@@ -307,7 +311,7 @@ def import_user_object(user_callable: UserCallable, object_path: str) -> Any:
 def _import_user_module(user_callable: UserCallable, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except (Exception, SystemExit) as e:
+    except ERRORS as e:
         missing = isinstance(e, ModuleNotFoundError) and e.name == module_name.partition(".")[0]
         remedy = "; name its folder in `code`, or install it" if missing else ""
         raise ModelError(

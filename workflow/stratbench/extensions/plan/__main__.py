@@ -79,10 +79,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(wrap_lines([mixed]))
             return 1 if checked.refusal_reasons_by_cell else 0
         if refused := checked.refusal_reasons_by_cell:
-            text = (
-                f"{len(refused)} of {format_count(len(checked.cells_to_plan), 'cell')} would end as "
-                "unsupported"
-            )
+            text = f"{len(refused)} of {format_count(len(checked.cells_to_plan), 'cell')} cannot be trained"
             more = "" if args.model else ", and `check`"
             print(f"{text}: see below{more}", flush=True)
         records = read_records_by_cell(study, config["results"])
@@ -145,7 +142,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only check the models; the exit code is 1 if a cell would end as unsupported",
+        help="only check the models; the exit code is 1 if a cell cannot be trained",
     )
     parser.add_argument(
         "--out", type=Path, help="folder to write the plan to; default: results/<study>"

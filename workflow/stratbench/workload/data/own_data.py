@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import util
@@ -135,7 +136,10 @@ class OwnData:
             return function(**kwargs)
         except MemoryError:
             raise
-        except Exception as error:
+        except users_code.ERRORS as error:
+            # A signal that ends this process raises SystemExit, too, with a code above 128.
+            if isinstance(error, SystemExit) and error.code == 128 + signal.SIGTERM:
+                raise
             called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
             raise DataError(
                 f"{self}: the function, called with ({called}), raised {users_code.format_user_error(error)}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from stratbench.workload.data.dataset import get_sample_kind
 from stratbench.workload.network.libraries import find_library_of_call
 from stratbench.workload.users_code import (
+    ERRORS,
     ModelError,
     Unsuitable,
     format_user_error,
@@ -221,7 +222,7 @@ def build_own_model(own_model: OwnModel, classes: int, shape: Sequence[int]) -> 
         raise
     except Unsuitable as e:
         raise ModelError(f"{own_model}: {e}") from e
-    except Exception as e:
+    except ERRORS as e:
         called = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
         raise ModelError(
             f"{own_model}: called with ({called}), raised "

@@ -33,7 +33,7 @@ from stratbench.workload.torch_internals import (
     is_view,
     tree_leaves,
 )
-from stratbench.workload.users_code import ModelError, format_user_error
+from stratbench.workload.users_code import ERRORS, ModelError, format_user_error
 
 #: Number of samples of a trial step. BatchNorm cannot normalise a single sample.
 SAMPLES = 2
@@ -262,7 +262,7 @@ class _TrialRun:
     def compute_checked_scores(self, x: Tensor) -> Tensor:
         try:
             scores = self.model(x)
-        except Exception as e:
+        except ERRORS as e:
             _raise_model_error(self.who, e, f"forward of a batch {list(x.shape)}")
         _check_model_output(self.who, scores, x, self.y, self.outputs)
         return scores
@@ -276,7 +276,7 @@ class _TrialRun:
                 are_scores = _are_class_scores(self.outputs, self.y)
                 loss = Classification().loss(scores, self.y) if are_scores else scores.sum()
                 loss.backward()
-            except Exception as e:
+            except ERRORS as e:
                 _raise_model_error(self.who, e, f"backward of a batch {list(self.x.shape)}")
         return reached
 
@@ -513,7 +513,7 @@ def _check_model_output(
         )
 
 
-def _raise_model_error(label: object, e: Exception, failed_step: str) -> None:
+def _raise_model_error(label: object, e: BaseException, failed_step: str) -> None:
     """Raise a ModelError that names the failed step, or an out-of-memory error unchanged."""
     if isinstance(e, MemoryError | torch.OutOfMemoryError):
         raise e

@@ -142,8 +142,8 @@ def _fit_batch_to_samples(
     if not all(matrix["gpus"] for matrix in fitting.values()):
         most = max(n for matrix in numbers.values() for n in matrix["gpus"])
         raise ConfigError(
-            f"--dataset {block['dataset']}: has {samples} training samples, too few for a step on {most} GPUs; "
-            "name a larger data set, or fewer GPUs"
+            f"--dataset {block['dataset']}: has {samples} training samples, too few for a step on "
+            f"{most} GPUs; name a larger data set, or fewer GPUs"
         )
     return dict(block) | {"global_batch": batch}, fitting
 

@@ -49,15 +49,28 @@ def _iter_check_result_lines(checked: StudyCheck) -> Iterator[str]:
             network, found, cells, checked.refusal_reasons_by_cell, unchecked
         )
     yield ""
-    if checked.refusal_reasons_by_cell:
-        num_refused = len(checked.refusal_reasons_by_cell)
-        all_cells = format_count(len(checked.cells_to_plan), "cell")
-        yield f"{num_refused} of {all_cells} would end as unsupported:"
-        yield from (
-            f"  {line}" for line in format_skip_reasons(checked.refusal_reasons_by_cell.items())
-        )
-    else:
-        yield f"none of {format_count(len(checked.cells_to_plan), 'cell')} would end as unsupported"
+    all_cells = format_count(len(checked.cells_to_plan), "cell")
+    faulty = {
+        s.cell
+        for s in checked.cells_to_plan
+        if checked.checks_by_network[Network.from_request(s.request)].fault is not None
+    }
+    reasons = checked.refusal_reasons_by_cell
+    for end, refused in (
+        (
+            "cannot be trained by any strategy, and a run would stop before its first cell",
+            {cell: reason for cell, reason in reasons.items() if cell in faulty},
+        ),
+        (
+            "would end as unsupported",
+            {cell: reason for cell, reason in reasons.items() if cell not in faulty},
+        ),
+    ):
+        if refused:
+            yield f"{len(refused)} of {all_cells} {end}:"
+            yield from (f"  {line}" for line in format_skip_reasons(refused.items()))
+    if not reasons:
+        yield f"none of {all_cells} would end as unsupported"
     if n := sum(
         bool(checked.dry_runs_by_request[s.request].unchecked_reason) for s in checked.cells_to_plan
     ):
