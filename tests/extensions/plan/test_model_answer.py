@@ -125,6 +125,7 @@ def test_a_small_training_set_of_ones_own_has_a_smaller_batch(samples, batch, gp
     _, study, left_out = one_network.make_model_study(config, "gpt-compact", "text")
     assert {study.settings(cell).global_batch for cell in study.cells} == {batch}
     assert sorted({cell.gpus for cell in study.cells if cell.strategy == "ddp"}) == gpus
+    assert max(cell.gpus for cell in study.cells if cell.strategy == "fsdp") == gpus[-1]
     assert left_out == []
 
 

@@ -121,8 +121,6 @@ def _fit_batch_to_samples(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an experiment whose batch a small training set has, and the numbers of workers for it.
 
-    Each of several workers has two samples or more, since a model may normalise over its batch.
-
     Args:
         block: The experiment of the template.
         numbers: Strategies and numbers of workers of the template, by group.
@@ -134,18 +132,20 @@ def _fit_batch_to_samples(
     batch = block["global_batch"]
     while batch > samples:
         batch //= 2
-    fitting = {
-        group: matrix
-        | {"gpus": [n for n in matrix["gpus"] if batch % n == 0 and (n == 1 or batch > n)]}
-        for group, matrix in numbers.items()
-    }
-    if not all(matrix["gpus"] for matrix in fitting.values()):
-        most = max(n for matrix in numbers.values() for n in matrix["gpus"])
+    counts = {n for matrix in numbers.values() for n in matrix["gpus"]}
+    # Each of several workers has two samples or more, since a model may normalise over its batch.
+    fitting = {n for n in counts if batch % n == 0 and (n == 1 or batch > n)}
+    if not fitting:
         raise ConfigError(
             f"--dataset {block['dataset']}: has {samples} training samples, too few for a step on "
-            f"{most} GPUs; name a larger data set, or fewer GPUs"
+            f"{max(counts)} GPUs; name a larger data set, or fewer GPUs"
         )
-    return dict(block) | {"global_batch": batch}, fitting
+    # The largest number is part of every group: plan.html shows sharding between two workers and the most.
+    kept = {
+        group: matrix | {"gpus": sorted(fitting & {*matrix["gpus"], max(fitting)})}
+        for group, matrix in numbers.items()
+    }
+    return dict(block) | {"global_batch": batch}, kept
 
 
 def _set_tokens_per_text(datasets: dict[str, Any], dataset: str, tokens_per_text: int) -> None:
