@@ -1,4 +1,7 @@
-"""Programs of rules: one after the other, alone in their folder, and ended with the Snakemake above them."""
+"""Programs of rules: one after the other, alone in their folder, and ended with the Snakemake above them.
+
+Errors of rules are shown without their places.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import psutil
 import pytest
 
 from launching import WORKFLOW, assert_gone, until
+from stratbench.command.quietly import remove_places_in_rules
 from stratbench.study import program
 
 pytestmark = pytest.mark.timeout(300)
@@ -120,3 +124,24 @@ def test_a_second_program_in_a_folder_says_so_and_goes_on_when_the_first_was_kil
     first.wait()
     third = start("PROGRAM --hold out -m some third")
     assert third.communicate()[0] == "some third\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            'InputFunctionException in rule compare in file "/x/sets.smk", line 36:\nError:\n'
+            "  WorkflowError:\n    sets: is missing; name\n    two\nWildcards:\n\nTraceback:\n"
+            '  File "/x/sets.smk", line 43, in <lambda>\n',
+            "sets: is missing; name\ntwo",
+        ),
+        (
+            'WorkflowError in file "/x/common.smk", line 51:\nfoo = 1: unknown key\n'
+            '  File "/x/common.smk", line 51, in <module>',
+            "foo = 1: unknown key",
+        ),
+        ("LockException:\nThe folder is locked.", "LockException:\nThe folder is locked."),
+    ],
+)
+def test_an_error_of_the_rules_is_shown_without_its_place(message: str, shown: str):
+    assert remove_places_in_rules(message) == shown
