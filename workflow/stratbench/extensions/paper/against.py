@@ -152,11 +152,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_text_atomically(args.cells_out, beside_ours.to_csv(index=False))
     write_text_atomically(args.claims_out, judged.to_csv(index=False))
     write_paper_tables(cells, read_summary(args.summary), args.tables_out)
-    counts = ", ".join(f"{n} {name}" for name, n in judged["holds"].value_counts().items())
-    print(
-        f"{beside_ours['ours'].notna().sum()} of {len(beside_ours)} published cells have a counterpart"
-    )
-    print(f"claims: {counts}")
+    # `partial` prints this on the screen, where a study without the paper's cells has nothing to say of it.
+    if num_counterparts := beside_ours["ours"].notna().sum():
+        print(f"{num_counterparts} of {len(beside_ours)} published cells have a counterpart")
+        counts = ", ".join(f"{n} {name}" for name, n in judged["holds"].value_counts().items())
+        print(f"claims: {counts}")
     return 0
 
 
