@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from launching import LIMIT_S
+
 WORLDS = (1, 2, 4)
 
 
@@ -21,12 +23,12 @@ def forking() -> ForkServerContext:
 
 
 def found_by_groups(
-    work: Callable[[int, int], dict[str, Any]], folder: Path, limit_s: float
+    work: Callable[[int, int], dict[str, Any]], folder: Path
 ) -> dict[int, dict[str, Any]]:
     """What `work(world, rank)` returned to rank 0 of each group, by the group's size.
 
     `work` is a function of a module. The largest group comes first, and the others are of its
-    processes. Where all takes longer than `limit_s`, they are killed and the test fails.
+    processes. Where all takes longer than `LIMIT_S`, they are killed and the test fails.
     """
     context = forking()
     group = [
@@ -35,13 +37,13 @@ def found_by_groups(
     ]
     for process in group:
         process.start()
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + LIMIT_S
     for process in group:
         process.join(timeout=max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in group]
     for process in group:
         process.kill()
-    assert codes == [0] * len(group)
+    assert codes == [0] * len(group), codes
     return {w: torch.load(folder / f"found{w}.pt", weights_only=True) for w in WORLDS}
 
 

@@ -675,7 +675,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What groups of 1, 2 and 4 processes found, by size."""
-    return found_by_groups(work, tmp_path_factory.mktemp("groups"), limit_s=400)
+    return found_by_groups(work, tmp_path_factory.mktemp("groups"))
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:

@@ -284,7 +284,7 @@ def work(world: int, rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, dict[str, Any]]:
-    return found_by_groups(work, tmp_path_factory.mktemp("weighed"), 250)
+    return found_by_groups(work, tmp_path_factory.mktemp("weighed"))
 
 
 def plain(task: str, clips: bool) -> dict[str, Any]:

@@ -321,7 +321,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]
     folder = tmp_path_factory.mktemp("groups")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "extensions"))
-        return found_by_groups(work, folder, 400)
+        return found_by_groups(work, folder)
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> tuple[float, float]:

@@ -368,7 +368,7 @@ def drift(rank: int, world: int) -> float:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     """What groups of 1, 2 and 4 processes found, by size."""
-    return found_by_groups(work, tmp_path_factory.mktemp("groups"), limit_s=200)
+    return found_by_groups(work, tmp_path_factory.mktemp("groups"))
 
 
 def runs(found: dict[int, dict[str, Any]], world: int) -> Iterator[tuple[str, Callable, Any]]:

@@ -337,7 +337,7 @@ MUTANTS = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[int, dict[str, Any]]:
-    return found_by_groups(work, tmp_path_factory.mktemp("pipeline"), 560)
+    return found_by_groups(work, tmp_path_factory.mktemp("pipeline"))
 
 
 def distance(one: dict[str, Any], other: dict[str, Any], key: str) -> float:
