@@ -218,7 +218,7 @@ def test_the_sieves_say_why_and_write_a_study_that_can_be_run(tmp_path, monkeypa
     told = capsys.readouterr().out
     with open("results/s/tune/tune.csv", newline="") as file:
         rows = {row["variant"]: row for row in csv.DictReader(file)}
-    assert told.startswith("Model small of the experiment first on 2 workers:\n")
+    assert "\nModel small of the experiment first on 2 workers:\n" in told
     assert f"{len(rows)} combinations: " in told
     assert rows["ddp"]["fate"] == MEASURED
     assert all(row["reason"] for row in rows.values())
