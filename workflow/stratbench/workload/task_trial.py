@@ -145,7 +145,7 @@ def check_task_outputs(
 
 
 def _describe_arguments(outputs: Tensor, targets: Tensor, values: str) -> str:
-    """Return a text on the shapes of outputs and targets, and on the values of the targets, for messages."""
+    """Return a text on outputs and targets for messages."""
     dtype = str(outputs.dtype).removeprefix("torch.")
     return f"outputs {list(outputs.shape)} in {dtype} and targets {list(targets.shape)}{values}"
 

@@ -48,21 +48,6 @@ MAX_FAILED_GENERATIONS = 20
 TRAINING_OVER, ALL_PLACES_TAKEN = "the training is over", "all places are taken; come again later"
 
 
-def is_target_score_reached(
-    score: float | None, target_score: float | None, higher_is_better: bool
-) -> bool:
-    """Return whether a score reaches the target score. False if one of them is None.
-
-    Args:
-        score: The score, if known.
-        target_score: The target score, if there is one.
-        higher_is_better: Whether a higher score is better.
-    """
-    if score is None or target_score is None:
-        return False
-    return score >= target_score if higher_is_better else score <= target_score
-
-
 @dataclass
 class GroupMember:
     """A worker that the coordinator has admitted.

@@ -19,7 +19,6 @@ from stratbench.extensions.checkpoints import checkpoints
 from stratbench.extensions.elastic.coordinator import (
     Coordinator,
     NewestCheckpoint,
-    is_target_score_reached,
 )
 from stratbench.extensions.elastic.jobs.keeper import (
     NoWorkersError,
@@ -31,6 +30,7 @@ from stratbench.extensions.elastic.jobs.slurm_jobs import SlurmJobs
 from stratbench.extensions.elastic.jobs.worker_job import WorkerJob
 from stratbench.extensions.elastic.keys import Elastic
 from stratbench.extensions.elastic.run_files import RunFiles
+from stratbench.extensions.elastic.target import is_target_score_reached
 from stratbench.extensions.servers.wire.handshake import load_secret, make_secret, write_secret
 from stratbench.extensions.servers.wire.transport import Listeners
 from stratbench.telemetry.machine.busy import measure_load_of_other_programs

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stratbench.extensions.checkpoints import checkpoints
-from stratbench.extensions.elastic.coordinator import is_target_score_reached
 from stratbench.extensions.elastic.group import ElasticGroup, broadcast_from_rank_zero
 from stratbench.extensions.elastic.keys import Elastic
 from stratbench.extensions.elastic.member import CoordinatorLost, WorkerMembership, WorkerNotNeeded
 from stratbench.extensions.elastic.run_files import RunFiles
+from stratbench.extensions.elastic.target import is_target_score_reached
 from stratbench.strategies.base import Worker
 from stratbench.strategies.collective import Collective
 from stratbench.strategies.mesh import Mesh

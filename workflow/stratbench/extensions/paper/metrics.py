@@ -183,7 +183,7 @@ def make_strategy_pair_selector(numerator_strategy: str, denominator_strategy: s
 
 
 def iter_accuracy_differences(groups: Repeats) -> Iterator[ClaimValue]:
-    """Yield the accuracy of ps-sync minus that of ps-async, for the same model and number of GPUs.
+    """Yield the accuracy of ps-sync minus that of ps-async, by model and number of GPUs.
 
     A difference is in percentage points. Its range is from the lowest to the highest difference of the
     repeats.

@@ -300,7 +300,7 @@ def _do_tensors_overlap(tensor: Tensor, other: Tensor) -> bool:
         return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _describe_missing_data_values(shape: Sequence[int], e: Exception) -> str:
+def _describe_missing_data_values(shape: Sequence[int], e: BaseException) -> str:
     """Return a clause that names the required arguments that the data set cannot supply.
 
     It completes the message on a call that failed. It is empty if the call failed for another reason.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
-from stratbench.extensions.elastic.coordinator import is_target_score_reached
+from stratbench.extensions.elastic.target import is_target_score_reached
 from stratbench.extensions.servers.ps.tickets import TicketPlan
 from stratbench.extensions.servers.wire.frames import ProtocolError
 

@@ -94,8 +94,9 @@ def make_model_study(
     _, alone = load_study_of_experiments({"network": block | one})
     dataset_metadata = alone.get_dataset(block["dataset"])
     numbers = overrides["numbers"]
-    if dataset_metadata.train_samples < block["global_batch"]:
-        block, numbers = _fit_batch_to_samples(block, numbers, dataset_metadata.train_samples)
+    samples = dataset_metadata.train_samples
+    if samples is not None and samples < block["global_batch"]:
+        block, numbers = _fit_batch_to_samples(block, numbers, samples)
     if "optimizer" not in block and dataset_metadata.is_text:
         block |= {"optimizer": overrides["trained_on"]["next-token"]["optimizer"]}
     experiments: dict[str, Any] = {}
@@ -119,7 +120,7 @@ def make_model_study(
 def _fit_batch_to_samples(
     block: Mapping[str, Any], numbers: Mapping[str, Any], samples: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an experiment whose batch a small training set has, and the numbers of workers for it.
+    """Return an experiment that fits a small training set, and its numbers of workers.
 
     Args:
         block: The experiment of the template.

@@ -178,7 +178,7 @@ class ServerRun:
 
     def _send_member_replies(self, member: Member) -> None:
         try:
-            member.send_replies_until_end(self._store)
+            member.send_replies_until_end(self._store.shards)
         except Closed:
             # The thread that receives from this worker handles the closed connection.
             pass
@@ -186,9 +186,8 @@ class ServerRun:
             self._stop_after_error(error)
             member.stop_sending_weights()
             with contextlib.suppress(Closed):
-                member.send_replies_until_end(
-                    self._store
-                )  # sends the error, which is the next queued reply
+                # This sends the error, which is the next queued reply.
+                member.send_replies_until_end(self._store.shards)
 
     def _get_frame_handlers(self) -> dict[Kind, Callable[[Member, Frame], None]]:
         """Return the methods that handle frames without payload, by kind of frame."""
@@ -416,7 +415,7 @@ class ServerRun:
         self._complete_ticket(member)
         # If the worker has closed the connection, the thread that receives from the worker handles this.
         with contextlib.suppress(Closed):
-            member.send_queued_replies(self._store)
+            member.send_queued_replies(self._store.shards)
 
     def _complete_ticket(self, member: Member) -> None:
         """Complete a worker's ticket, for which all shards of this server have arrived."""

@@ -111,7 +111,8 @@ class Store:
 
     def make_shards(self, make_shard: MakeShard) -> None:
         """Create all shards of this server from their initial weights."""
-        self.shards = {k: make_shard(k, self._initial.pop(k)) for k in self.mine}
+        # The same dict, since the threads that send weights already have it.
+        self.shards.update({k: make_shard(k, self._initial.pop(k)) for k in self.mine})
 
     def list_pushed_shards(self, member: Member, frame: Frame) -> list[int]:
         """Return the numbers of the shards, or `BUFFERS`, that a PUSH frame has.
