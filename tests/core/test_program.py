@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from launching import WORKFLOW, assert_gone, until
-from stratbench.command.quietly import remove_places_in_rules
 from stratbench.study import program
+from stratbench.study.snakemake_internals import remove_places_from_error
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -140,8 +140,9 @@ def test_a_second_program_in_a_folder_says_so_and_goes_on_when_the_first_was_kil
             '  File "/x/common.smk", line 51, in <module>',
             "foo = 1: unknown key",
         ),
+        ("WorkflowError:\nthe Traceback: is a word", "the Traceback: is a word"),
         ("LockException:\nThe folder is locked.", "LockException:\nThe folder is locked."),
     ],
 )
 def test_an_error_of_the_rules_is_shown_without_its_place(message: str, shown: str):
-    assert remove_places_in_rules(message) == shown
+    assert remove_places_from_error(message) == shown

@@ -7,13 +7,14 @@ printed by the rule itself.
 from __future__ import annotations
 
 import logging
-import re
 import sys
-from textwrap import dedent
 
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from stratbench.study.snakemake_internals import run_snakemake_with_handler
+from stratbench.study.snakemake_internals import (
+    remove_places_from_error,
+    run_snakemake_with_handler,
+)
 
 
 class BeforeRules(logging.Handler):
@@ -24,20 +25,7 @@ class BeforeRules(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.begun = self.begun or getattr(record, "event", None) == LogEvent.JOB_INFO
         if record.levelno >= logging.ERROR and not self.begun:
-            print(remove_places_in_rules(record.getMessage()), file=sys.stderr)
-
-
-def remove_places_in_rules(message: str) -> str:
-    """Return an error of the rules without the file, line and traceback that Snakemake adds.
-
-    Other messages are returned unchanged.
-    """
-    of_rules = re.search(
-        r"^ *WorkflowError\b.*:\n(?P<text>(?:.*\n?)*?)(?:Wildcards:|Traceback:|  File \"|\Z)",
-        message,
-        re.MULTILINE,
-    )
-    return dedent(of_rules["text"]).strip() if of_rules else message
+            print(remove_places_from_error(record.getMessage()), file=sys.stderr)
 
 
 def main() -> None:

@@ -188,7 +188,7 @@ class DDP(collective.Collective):
 
     def iter_model_refusals(self, model: nn.Module, worker: base.Worker) -> Iterator[str]:
         trial = worker.trial
-        if reason := refusals.skipped_module_reason(trial):
+        if reason := refusals.describe_skipped_modules(trial):
             yield reason
         elif trial.parameters_without_gradient:
             yield missing_gradient_reason(trial.parameters_without_gradient)

@@ -80,7 +80,7 @@ def repeated_gradient_sum_reason(parameter_names: Sequence[str]) -> str:
     )
 
 
-def skipped_module_reason(trial: Trial) -> str | None:
+def describe_skipped_modules(trial: Trial) -> str | None:
     """Return a sentence on modules that forward calls on some workers only, with the remedy.
 
     The result is None if forward skips no module at random, and none for some batches.

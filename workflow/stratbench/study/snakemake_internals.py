@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import dedent
 from threading import Thread
 from typing import Any
 
@@ -134,6 +136,19 @@ def run_snakemake_with_handler(handler: logging.Handler) -> None:
     # Snakemake's own logger is `snakemake.logging`, whose handlers Snakemake clears.
     logging.getLogger("snakemake").addHandler(handler)
     snakemake.cli.main()
+
+
+def remove_places_from_error(message: str) -> str:
+    """Return an error of the rules without the file, line and traceback that Snakemake adds.
+
+    Other messages are returned unchanged.
+    """
+    of_rules = re.search(
+        r'^ *WorkflowError\b[^\n]*:\n(.*?)(?:^Wildcards:|^Traceback:|^  File "|\Z)',
+        message,
+        re.MULTILINE | re.DOTALL,
+    )
+    return dedent(of_rules[1]).strip() if of_rules else message
 
 
 def restart_snakemake(workflow: Any) -> None:

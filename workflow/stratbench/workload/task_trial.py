@@ -246,11 +246,11 @@ def _compare_losses(
     )
     arguments = _describe_arguments(x, targets, values)
     losses = []
-    for of in (slice(None), slice(half), slice(half, None)):
+    for part in (slice(None), slice(half), slice(half, None)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             loss, weight = _compute_loss(
-                task, own_task, x[of].requires_grad_(), targets[of], arguments
+                task, own_task, x[part].requires_grad_(), targets[part], arguments
             )
         losses.append((float(loss.detach()), 1.0 if weight is None else float(weight)))
     weighs = weight is not None

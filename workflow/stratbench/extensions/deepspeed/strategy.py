@@ -134,7 +134,7 @@ class DeepSpeed(Counted):
                 "parameters only for the call; call the module itself, or use stage 1 or 2"
             )
         yield from refusals.iter_unshardable_model_reasons(trial, replaces_parameters=False)
-        if worker.world_size > 1 and (reason := refusals.skipped_module_reason(trial)):
+        if worker.world_size > 1 and (reason := refusals.describe_skipped_modules(trial)):
             yield reason
 
     def traits(self, gpus: int) -> base.Traits:

@@ -174,7 +174,7 @@ class FSDP(Sharded):
             yield from self._iter_accumulation_refusals(
                 trial.names_without_gradient_in_some_steps, worker
             )
-        if worker.world_size > 1 and (reason := refusals.skipped_module_reason(trial)):
+        if worker.world_size > 1 and (reason := refusals.describe_skipped_modules(trial)):
             yield reason
         elif worker.world_size > 1 and trial.forward_reads_values and trial.uncalled_groups:
             yield (

@@ -100,7 +100,7 @@ class StreamLane:
         self,
         slot: int,
         shards: list[int],
-        stored: Mapping[int, Shard],
+        shards_by_number: Mapping[int, Shard],
         is_alive: Callable[[], bool],
     ) -> int:
         """Send the weights of some shards to the worker, and return their bytes.
@@ -108,14 +108,14 @@ class StreamLane:
         Args:
             slot: Slot of the worker.
             shards: Numbers of the shards.
-            stored: All shards of the server, by number.
+            shards_by_number: All shards of the server, by number.
             is_alive: Returns whether the worker is still part of the run. If not, the read is not recorded,
                 because another worker may have the slot.
         """
         sent_bytes = 0
         for shard in shards:
             spare = self._out[: self._count_shard_elements(shard)]
-            with stored[shard].lend_weights(slot, spare, is_alive) as (lent, version):
+            with shards_by_number[shard].lend_weights(slot, spare, is_alive) as (lent, version):
                 payload = get_tensor_bytes(lent)
                 self._connection.send(Frame(Kind.OK, shard, 1, version=version), payload)
             sent_bytes += len(payload)
@@ -166,14 +166,14 @@ class SharedLane:
         self,
         slot: int,
         shards: list[int],
-        stored: Mapping[int, Shard],
+        shards_by_number: Mapping[int, Shard],
         is_alive: Callable[[], bool],
     ) -> int:
         versions = {}
         for shard in shards:
             start, stop = self._bounds[shard]
             out = self._memory.weights[start:stop]
-            versions[shard] = stored[shard].view(slot, out, is_alive)
+            versions[shard] = shards_by_number[shard].view(slot, out, is_alive)
         for group in _group_consecutive_shards(versions):
             version = min(versions[k] for k in group)
             self._connection.send(Frame(Kind.OK, group.start, len(group), version=version))
@@ -320,18 +320,18 @@ class Member:
         """Whether a reply to the worker is waiting to be sent."""
         return bool(self._outbox)
 
-    def send_replies_until_end(self, stored: Mapping[int, Shard]) -> None:
+    def send_replies_until_end(self, shards_by_number: Mapping[int, Shard]) -> None:
         """Send replies to the worker as soon as they are queued, until none will follow.
 
         Each worker has a thread that calls this method. So a slow link of one worker does not delay others.
         """
         while not self._ended:
             with self._sending:
-                self._send_outbox(stored)
+                self._send_outbox(shards_by_number)
             if not self._ended:
                 self._wake.get()
 
-    def send_queued_replies(self, stored: Mapping[int, Shard]) -> None:
+    def send_queued_replies(self, shards_by_number: Mapping[int, Shard]) -> None:
         """Send the queued replies in this thread, unless the worker's sending thread is doing so.
 
         The thread that has received a push calls this method, because waking the other thread takes longer.
@@ -341,11 +341,11 @@ class Member:
         try:
             # From now on, a worker that sends nothing for too long counts as lost.
             self.connection.waiting_since = time.monotonic()
-            self._send_outbox(stored)
+            self._send_outbox(shards_by_number)
         finally:
             self._sending.release()
 
-    def _send_outbox(self, stored: Mapping[int, Shard]) -> None:
+    def _send_outbox(self, shards_by_number: Mapping[int, Shard]) -> None:
         while self._outbox and not self._ended:
             shards = []
             while self._outbox and type(self._outbox[0]) is int and len(shards) < _RUN_SHARDS:
@@ -353,7 +353,9 @@ class Member:
             if shards and self._mute:
                 continue
             if shards:
-                self.bytes_out += self.lane.send_weights(self.place, shards, stored, self.is_alive)
+                self.bytes_out += self.lane.send_weights(
+                    self.place, shards, shards_by_number, self.is_alive
+                )
             elif (item := self._outbox.popleft()) is None:
                 self._ended = True
             else:
